@@ -96,31 +96,51 @@ class Lock:
 
     def take(self):
         """ValueError naming the holder if another job has it."""
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        is_free = durable.lock(descriptor)
-        holder = os.read(descriptor, 200).decode(errors="replace").strip()
-        if not is_free:
-            os.close(descriptor)
-            raise ValueError(
-                f"--output_dir {self.path.parent} is in use by "
-                f"{holder or 'a job that is just starting'}: wait until it ends, or choose another "
-                "--output_dir"
-            )
-        if holder:  # which was killed
+        while self.descriptor is None:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            if not durable.lock(descriptor):
+                holder = _read(descriptor) or "a job that is just starting"
+                os.close(descriptor)
+                raise ValueError(
+                    f"--output_dir {self.path.parent} is in use by {holder}: wait until it ends, "
+                    "or choose another --output_dir"
+                )
+            if self._is_current(descriptor):
+                self.descriptor = descriptor
+            else:
+                os.close(descriptor)
+        self._sign()
+
+    def _is_current(self, descriptor: int) -> bool:
+        """Whether the locked file is still the one in the folder: its holder may have ended and
+        deleted it after it was opened here.
+        """
+        if not self.path.exists():
+            return False
+        return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
+
+    def _sign(self):
+        """Write this process into the file, in which a killed job has left its own name."""
+        before = _read(self.descriptor)
+        if before:
             print(
-                f"{holder} ended without releasing {self.path.parent}; its lock is taken over",
+                f"{before} ended without releasing {self.path.parent}; its lock is taken over",
                 flush=True,
             )
-        self.descriptor = descriptor
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.ftruncate(self.descriptor, 0)
+        name = f"process {os.getpid()} on {socket.gethostname()}\n"
+        os.pwrite(self.descriptor, name.encode(), 0)
 
     def release(self):
-        """Release the lock, if this process has it; the file stays, empty."""
+        """Delete the file and release the lock, if this process has it."""
         if self.descriptor is not None:
-            os.ftruncate(self.descriptor, 0)
+            self.path.unlink(missing_ok=True)
             os.close(self.descriptor)
             self.descriptor = None
+
+
+def _read(descriptor: int) -> str:
+    return os.read(descriptor, 200).decode(errors="replace").strip()
 
 
 class Guard:

@@ -366,12 +366,6 @@ def other_machine(trials: int, folder: Path) -> str:
     return "warned of threads and of torch's version, and not otherwise"
 
 
-def written_at(folder: Path) -> dict[Path, int]:
-    """When each file of a run was written; the lock is the command's."""
-    files = [path for path in folder.rglob("*") if path.name != ".lock"]
-    return {path: path.stat().st_mtime_ns for path in files}
-
-
 def completed(trials: int, folder: Path) -> str:
     """Row 29."""
     args = runs.arguments(runs.dataset(folder / "data"), folder / "run", "--max_steps", "3")
@@ -380,11 +374,11 @@ def completed(trials: int, folder: Path) -> str:
         runs.exit_record(folder / "run") == dict(code=0, cause="completed", remedy="", last_step=3),
         "exit.json has another end",
     )
-    before = written_at(folder / "run")
+    before = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")}
     again = runs.finish(args, folder / "again")
     require("nothing to do" in again.words(), again.words())
     require(
-        before == written_at(folder / "run"),
+        before == {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")},
         "files were touched",
     )
     return "exit code 0, nothing to do, no file touched"

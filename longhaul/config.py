@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from base.flags import PRECISIONS, spellings
 from data.mixture import DECIMALS
@@ -351,7 +351,7 @@ class TrainConfig:
             )
         # one spelling, so that every spelling gives the same run, checkpoint and command
         object.__setattr__(self, "dtype", self.DTYPES[spelling])
-        object.__setattr__(self, "schedule", self.rate_schedule().in_words())
+        object.__setattr__(self, "schedule", lengths.rate_schedule(self.schedule).in_words())
         object.__setattr__(self, "adam", self.adam_numbers().changed_pairs())
         if self.length_schedule:
             self._take_lengths()
@@ -474,10 +474,6 @@ class TrainConfig:
 
         fields |= model_fields(self.model_overrides)
         return ModelConfig.preset(self.model_size, **fields)
-
-    def rate_schedule(self) -> "RateSchedule":
-        """What --schedule says; ValueError for others."""
-        return rate_schedule(self.schedule)
 
     def adam_numbers(self) -> Adam:
         """The numbers of --adam; ValueError for others."""
@@ -617,49 +613,6 @@ class Stage:
             f"stage {self.number + 1}: context {self.cfg.context_length:,}, "
             f"theta {self.cfg.rope_theta:g}, to step {self.last_step:,}"
         )
-
-
-# ---- the learning rate
-
-
-class RateSchedule(NamedTuple):
-    """What --schedule says."""
-
-    kind: str
-    decay_fraction: float = 0.2  # of wsd
-    min_ratio: float = 0.1  # final learning rate / peak
-
-    def in_words(self) -> str:
-        """The one spelling of its numbers."""
-        if self == RateSchedule(self.kind):
-            return self.kind
-        numbers = [str(getattr(self, name)) for name in RATE_SCHEDULES[self.kind]]
-        return ":".join([self.kind, *numbers])
-
-
-# The numbers that may follow the kind.
-RATE_SCHEDULES = {
-    "cosine": ("min_ratio",),
-    "wsd": ("decay_fraction", "min_ratio"),
-    "constant": (),
-}
-
-
-def rate_schedule(text: str) -> RateSchedule:
-    """--schedule, such as wsd:0.2; ValueError for others."""
-    kind, *words = text.split(":")
-    names = RATE_SCHEDULES.get(kind, ())
-    try:
-        numbers = [float(word) for word in words]
-    except ValueError:
-        numbers = [math.nan]
-    is_known = kind in RATE_SCHEDULES and len(numbers) <= len(names)
-    if not is_known or not all(0 <= number <= 1 for number in numbers):
-        raise ValueError(
-            f"--schedule {text[:40]} is unknown: give cosine[:MIN], wsd[:DECAY[:MIN]] or constant, "
-            "with numbers from 0 to 1"
-        )
-    return RateSchedule(kind, **dict(zip(names, numbers, strict=False)))
 
 
 # ---- the fields of the model

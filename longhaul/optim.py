@@ -7,6 +7,7 @@ from torch import Tensor
 
 from longhaul.dist import local_shard
 from longhaul.kinds import attention_kind
+from longhaul.lengths import rate_schedule
 from longhaul.optimizers import OPTIMIZERS, Muon
 from model import Decoder
 
@@ -20,7 +21,7 @@ def learning_rate(step: int, cfg) -> float:
     wsd: constant, then linear to m*lr over the last `decay_fraction` of the run (Hu et al. 2024).
     constant: constant.
     """
-    schedule = cfg.rate_schedule()
+    schedule = rate_schedule(cfg.schedule)
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
     if schedule.kind == "constant":

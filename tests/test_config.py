@@ -12,6 +12,7 @@ from base.flags import Parser, RaisingParser
 from longhaul import cli, config_checks, dist
 from longhaul.checkpoint import resume
 from longhaul.config import DTYPE_SPELLINGS, TrainConfig
+from longhaul.lengths import rate_schedule
 from longhaul.memory import plan as planner
 from longhaul.optim import learning_rate
 from longhaul.other_names import OUR_NAMES
@@ -86,7 +87,7 @@ def test_the_decay_of_a_moment_is_from_0_to_below_1(name):
     ],
 )
 def test_a_schedule_has_its_numbers_behind_its_name(text, expected):
-    assert TrainConfig(schedule=text).rate_schedule() == expected
+    assert rate_schedule(text) == rate_schedule(TrainConfig(schedule=text).schedule) == expected
 
 
 def test_two_spellings_of_the_numbers_of_adamw_are_one_setting():

@@ -77,7 +77,7 @@ def test_a_micro_batch_for_which_torchrun_would_not_wait_is_warned_of():
     said = slow_stop(60, 0, "a step", UNDER_TORCHRUN)
     assert "so a stop loses a step: put TORCH_ELASTIC_SHUTDOWN_TIMEOUT=180 in front" in said
     said = slow_stop(0.1, 31, "a step", UNDER_TORCHRUN)
-    assert "a save 31.0 s" in said and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=70 in front" in said
+    assert "a save of 31.0 s" in said and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=70 in front" in said
 
 
 @pytest.mark.parametrize(

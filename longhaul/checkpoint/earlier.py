@@ -1,6 +1,6 @@
 """The settings that runs of earlier versions have recorded, in terms of the present ones."""
 
-from longhaul.config import RATE_SCHEDULES, RateSchedule
+from longhaul.lengths import RATE_SCHEDULES, RateSchedule
 from longhaul.optimizers import Adam
 from model import ModelConfig
 

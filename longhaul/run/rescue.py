@@ -46,9 +46,10 @@ def slow_stop(
     if "TORCHELASTIC_RUN_ID" not in environment or seconds <= dist.patience(allowed, save_seconds):
         return None
     enough = dist.enough_seconds(seconds, save_seconds)
+    saving = f" of {save_seconds:.1f} s" if save_seconds else ""
     return (
-        f"warning: a micro-batch takes {seconds:.0f} s and a save {save_seconds:.1f} s, and "
-        f"torchrun kills a run {allowed:g} s after asking it to stop, so a stop loses {lost}: put "
+        f"warning: a micro-batch takes {seconds:.0f} s, and torchrun kills a run {allowed:g} s "
+        f"after asking it to stop, with a save{saving} in between, so a stop loses {lost}: put "
         f"{dist.TIMEOUT}={enough} in front of the command, which torchrun obeys from torch 2.12 on"
     )
 

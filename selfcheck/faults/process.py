@@ -499,7 +499,7 @@ def slow_save(trials: int, folder: Path) -> str:
             args, folder / f"{allowed}.log", before=partial(launched, allowed)
         ).words()
         require(
-            said.count(" and a save ") == times and said.count("a stop loses") == times,
+            said.count("with a save") == times and said.count("a stop loses") == times,
             f"said {said.count('a stop loses')} times",
         )
     return (

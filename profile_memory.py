@@ -24,6 +24,7 @@ from footprint.device import Demand, Placement
 from footprint.snapshot import write_snapshot
 from longhaul import cli, dist
 from longhaul.analysis.config import Measures
+from longhaul.checkpoint import start
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
 from longhaul.flops import longest_step
@@ -35,7 +36,6 @@ from longhaul.memory.needs import kinds_in_words, largest
 from longhaul.memory.plan import command, host_available_bytes, shutdown_timeout
 from longhaul.memory.search import Verdict, note_on_size, verdict
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig
-from longhaul.run import start
 from model import GIB, ModelConfig
 
 DTYPES = spellings(*PRECISIONS)

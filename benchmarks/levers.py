@@ -38,7 +38,7 @@ LEVERS = {
     "tiled MLP": Lever(dict(mlp_tiles=4)),
     "head groups": Lever(FULL | dict(attention_head_groups=2), "checkpointing"),
     "offloaded activations": Lever(FULL | dict(offload_activations=True), "checkpointing"),
-    "offloaded optimizer": Lever(dict(offload_optimizer=True)),
+    "offloaded optimizer": Lever(dict(master_weights="host")),
     "optimizer in backward": Lever(IN_BACKWARD),
     "bf16 moments": Lever(dict(optimizer="adamw_bf16")),
     "8-bit moments": Lever(dict(optimizer="adamw_8bit")),

@@ -58,7 +58,7 @@ STANDARD = "standard"
 TRAINED_AT = 16_384  # tokens
 TRAINED_WITH = 16  # blocks
 TUNED = "--lr 1e-3 --warmup_steps 4"
-TAUGHT = "--lr 6e-2 --min_lr_ratio 0.01 --warmup_steps 4"
+TAUGHT = "--lr 6e-2 --schedule cosine:0.01 --warmup_steps 4"
 POOLED = {"dense_below": 0, "local": 2}
 SELECTORS = {
     "exact": Selector("exact"),
@@ -86,8 +86,8 @@ QUERIES = 256  # of a row, the last ones, whose mass is looked at
 MODEL = "far"  # the run of a seed that was trained at most lengths
 TRAINER = (
     "--data {data} --init_from {run} --output_dir {output} --seed {seed} --max_steps {steps} "
-    "--context_length {length} --whole_documents --long_fraction 0.75 --schedule cosine "
-    "--weight_decay 0 --beta2 0.98 --optimizer muon --dtype fp32 --device cpu "
+    "--context_length {length} --whole_documents --long_fraction 0.75 "
+    "--weight_decay 0 --adam beta2=0.98 --optimizer muon --dtype fp32 --device cpu "
     "--eval_every 0 --save_every 1000 --attention_type {kind} --blocks {blocks}"
 )
 

@@ -125,10 +125,11 @@ def transformers_step(cfg: TrainConfig, weights: Path, tokens: torch.Tensor):
 def plain_loop(model, cfg: TrainConfig, device: str):
     """step(inputs, targets) -> loss: fp32 weights, autocast for bf16, fused AdamW, clipping."""
     model.train()
+    adam = cfg.adam_numbers()
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=cfg.lr,
-        betas=(cfg.beta1, cfg.beta2),
+        betas=(adam.beta1, adam.beta2),
         weight_decay=cfg.weight_decay,
         fused=True,
     )

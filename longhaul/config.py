@@ -14,12 +14,12 @@ from base.flags import PRECISIONS, spellings
 from data.mixture import DECIMALS
 from data.order import parse_ranges
 from longhaul import config_checks, lengths
-from longhaul.cli import check_ranges, flag, read_pairs, words_of
+from longhaul.cli import check_ranges, flag, known_words, read_pairs, words_of
 from longhaul.dist import divisors
 from longhaul.exits import WorldError
 from longhaul.kernels import loss_path
 from longhaul.kinds import KINDS, attention_kind, unfit_exchanges
-from longhaul.optimizers import OPTIMIZERS
+from longhaul.optimizers import OPTIMIZERS, Adam
 from longhaul.parallel import context
 from model import CHOICES, PRESETS, ModelConfig
 
@@ -29,7 +29,7 @@ TOKENS_PER_TILE = 4096
 
 # What --evals may name, in the order in which it is measured.
 EVALS = ("loss", "position", "gain", "retrieval")
-SHORTEST_EVAL = 1024  # tokens of the shortest row of retrieval, if --eval_lengths does not say
+SHORTEST_EVAL = 1024  # tokens of the shortest row of retrieval
 
 # How --dtype may be spelled, and the one spelling that configurations, checkpoints and printed
 # commands use.
@@ -83,14 +83,9 @@ class TrainConfig:
         "keys (pooled, mean)",
         choices=KINDS,
     )
-    nsa: tuple[str, ...] = model_flag(
-        (),
-        "fields of NSAConfig, such as kv=separate sel_count=8; needs --attention_type nsa",
-        many=True,
-    )
     blocks: tuple[str, ...] = model_flag(
         (),
-        "sizes of indexed, exact, bounds, pooled or mean attention, such as count=32 local=4",
+        "sizes of sparse attention: kv=separate sel_count=8 of nsa, count=32 local=4 of the others",
         many=True,
     )
     vocab_size: int = model_flag(
@@ -174,20 +169,12 @@ class TrainConfig:
     lr: float = optimisation_flag(3e-4, "peak learning rate", at_least=0, at_most=1000)
     schedule: str = optimisation_flag(
         "cosine",
-        "learning rate after the warmup; wsd: constant, then a linear decay",
-        choices=("cosine", "wsd", "constant"),
+        "learning rate after the warmup: cosine[:MIN], wsd[:DECAY[:MIN]], which is constant and "
+        "then falls linearly in the last DECAY (0.2) of the run, or constant; MIN (0.1) is the "
+        "final rate as a fraction of the peak",
     )
     warmup_steps: int = optimisation_flag(
         100, "steps over which the learning rate rises to its peak", at_least=0
-    )
-    decay_fraction: float = optimisation_flag(
-        0.2,
-        "wsd: fraction of the run, at its end, in which the learning rate decays",
-        at_least=0,
-        at_most=1,
-    )
-    min_lr_ratio: float = optimisation_flag(
-        0.1, "final learning rate as a fraction of the peak", at_least=0, at_most=1
     )
     weight_decay: float = optimisation_flag(
         0.1,
@@ -195,14 +182,11 @@ class TrainConfig:
         at_least=0,
         at_most=1000,
     )
-    beta1: float = optimisation_flag(
-        0.9, "AdamW: decay rate of the first moment", at_least=0, below=1
-    )
-    beta2: float = optimisation_flag(
-        0.95, "AdamW: decay rate of the second moment", at_least=0, below=1
-    )
-    adam_eps: float = optimisation_flag(
-        1e-8, "AdamW: number added to the root of the second moment", above=0, at_most=1
+    adam: tuple[str, ...] = optimisation_flag(
+        (),
+        "AdamW's beta1 (0.9) and beta2 (0.95), the decay rates of its moments, and eps (1e-8), "
+        "such as beta2=0.98",
+        many=True,
     )
     grad_clip: float = optimisation_flag(
         1.0,
@@ -255,13 +239,9 @@ class TrainConfig:
     master_weights: str = memory_flag(
         "fp32",
         "fp32: round fp32 weights to --dtype for computing; "
-        "none: weights in --dtype only, updated by stochastic rounding",
-        choices=("fp32", "none"),
-    )
-    offload_optimizer: bool = memory_flag(
-        False,
-        "keep and update fp32 weights and moments in host memory (12 bytes per parameter); the "
-        "device's are in --dtype",
+        "none: weights in --dtype only, updated by stochastic rounding; host: keep and update fp32 "
+        "weights and moments in host memory (12 bytes per parameter); the device's are in --dtype",
+        choices=("fp32", "none", "host"),
     )
     optimizer_in_backward: bool = memory_flag(
         False,
@@ -354,10 +334,6 @@ class TrainConfig:
     eval_rows: int = run_flag(
         8, "validation rows of each corpus that are measured, over all ranks", at_least=1
     )
-    eval_lengths: str = run_flag(
-        "",
-        "--evals retrieval: tokens of a row, such as 4096,8192; empty: powers of two from 1,024",
-    )
     config: str = run_flag("", "TOML file with these settings; flags win over the file")
     fit: str = run_flag(
         "refuse",
@@ -375,6 +351,8 @@ class TrainConfig:
             )
         # one spelling, so that every spelling gives the same run, checkpoint and command
         object.__setattr__(self, "dtype", self.DTYPES[spelling])
+        object.__setattr__(self, "schedule", lengths.rate_schedule(self.schedule).in_words())
+        object.__setattr__(self, "adam", self.adam_numbers().changed_pairs())
         if self.length_schedule:
             self._take_lengths()
         check_ranges(self)
@@ -385,7 +363,7 @@ class TrainConfig:
         config_checks.check_activation_levers(self, config)
         config_checks.check_optimizer_levers(self)
         if self.eval_every:
-            config_checks.check_evals(self, EVALS)
+            known_words("--evals", self.evals, EVALS)
         if self.context_parallel_size > 1:
             self.context_choice(config)  # raises if the ranks cannot share a row
         if self.length_schedule:
@@ -410,10 +388,6 @@ class TrainConfig:
                     f"{value}: drop --{name}"
                 )
             object.__setattr__(self, name, value)
-
-    def given_eval_lengths(self) -> tuple[int, ...]:
-        """The numbers of --eval_lengths, rising; ValueError for another word."""
-        return lengths.numbers("--eval_lengths", self.eval_lengths) if self.eval_lengths else ()
 
     def scheduled(self, step: int) -> dict[str, float]:
         """What a schedule over --max_steps sets in a step, by name, next to the learning rate."""
@@ -469,11 +443,7 @@ class TrainConfig:
         return words_of(self.evals)
 
     def retrieval_lengths(self) -> tuple[int, ...]:
-        """Tokens of the rows of retrieval; a stage of a length schedule has those that fit."""
-        given = self.given_eval_lengths()
-        if given:
-            return tuple(length for length in given if length <= self.context_length)
-
+        """Tokens of the rows of retrieval: powers of two up to the context."""
         return lengths.doublings(SHORTEST_EVAL, self.context_length)
 
     @property
@@ -489,9 +459,9 @@ class TrainConfig:
     def model(self) -> ModelConfig:
         """The model's configuration."""
         kind = attention_kind(self)
-        sizes = getattr(self, kind.settings) if kind.settings else ()
+        sizes = self.blocks if kind.settings else ()
         fields = dict(
-            attention=kind.config(**read_pairs(sizes, kind.config, kind.settings)),
+            attention=kind.config(**read_pairs(sizes, kind.config, "blocks")),
             loss=self.loss,
             kernels=self.kernels,
             compute_dtype=PRECISIONS[self.dtype],
@@ -504,6 +474,10 @@ class TrainConfig:
 
         fields |= model_fields(self.model_overrides)
         return ModelConfig.preset(self.model_size, **fields)
+
+    def adam_numbers(self) -> Adam:
+        """The numbers of --adam; ValueError for others."""
+        return Adam(**read_pairs(self.adam, Adam, "adam"))
 
     @property
     def tiles(self) -> int:
@@ -519,7 +493,7 @@ class TrainConfig:
     @property
     def weights_in_compute_dtype(self) -> bool:
         """Whether the device holds weights only in the compute precision."""
-        return self.master_weights == "none" or self.offload_optimizer
+        return self.master_weights != "fp32"
 
     def loss_path(self, config: ModelConfig, ranks: int) -> str:
         """Which loss runs on each of `ranks` ranks: "standard", "chunked" or "one_pass"."""

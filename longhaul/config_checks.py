@@ -1,26 +1,9 @@
 """Which settings of a run exclude each other, and which have no effect with the others."""
 
 from longhaul import lengths
-from longhaul.cli import known_words
 from longhaul.kinds import attention_kind
 from longhaul.sparse.layer import BlockConfig
 from model import ModelConfig, NSAConfig
-
-
-def check_evals(cfg, known: tuple[str, ...]) -> None:
-    """ValueError for no measure, an unknown one, and lengths that are no numbers."""
-    known_words("--evals", cfg.evals, known)
-    cfg.given_eval_lengths()
-
-
-def check_eval_lengths(cfg) -> None:
-    """ValueError for a length beyond the context; not of a stage, which may be shorter."""
-    given = cfg.given_eval_lengths()
-    if given and given[-1] > cfg.context_length:
-        raise ValueError(
-            f"--eval_lengths {cfg.eval_lengths} has {given[-1]}, and --context_length is "
-            f"{cfg.context_length}: give at most {cfg.context_length}"
-        )
 
 
 def check_schedule(cfg, model: ModelConfig) -> None:
@@ -52,13 +35,12 @@ def check_schedule(cfg, model: ModelConfig) -> None:
 def check_attention(cfg) -> None:
     """ValueError for settings that cannot serve the kind of attention."""
     kind = attention_kind(cfg)
-    for name, owner in (("nsa", "nsa"), ("blocks", "exact")):
-        sizes = getattr(cfg, name)
-        if sizes and kind.settings != name:  # would train another attention without a word
-            raise ValueError(
-                f"--{name} {' '.join(sizes)} changes nothing of --attention_type "
-                f"{cfg.attention_type}: give --attention_type {owner}, or drop --{name}"
-            )
+    if cfg.blocks and not kind.settings:  # would train another attention without a word
+        raise ValueError(
+            f"--blocks {' '.join(cfg.blocks)} changes nothing of --attention_type "
+            f"{cfg.attention_type}: give --attention_type nsa or another sparse one, or drop "
+            "--blocks"
+        )
     for name, reason in kind.refused_levers.items():
         if name in cfg.changed_settings():
             raise ValueError(
@@ -126,21 +108,15 @@ def _check_shared_head_groups(cfg, model: ModelConfig) -> None:
 
 def check_optimizer_levers(cfg) -> None:
     """ValueError for levers of the optimizer that exclude each other."""
-    without_master = cfg.master_weights == "none"
-    if without_master and cfg.dtype == "fp32":
+    if cfg.master_weights == "none" and cfg.dtype == "fp32":
         raise ValueError(
             "--master_weights none saves nothing with --dtype fp32: use --dtype bf16, or "
             "--master_weights fp32"
         )
-    if cfg.offload_optimizer and cfg.optimizer != "adamw":
+    if cfg.master_weights == "host" and cfg.optimizer != "adamw":
         raise ValueError(
-            "--offload_optimizer keeps fp32 moments in host memory, but --optimizer "
+            "--master_weights host keeps fp32 moments in host memory, but --optimizer "
             f"{cfg.optimizer} keeps others on the device: drop one of them"
-        )
-    if cfg.offload_optimizer and without_master:
-        raise ValueError(
-            "--offload_optimizer already keeps its fp32 weights in host memory: "
-            "drop --master_weights none"
         )
     if cfg.optimizer_in_backward:
         _check_optimizer_in_backward(cfg)
@@ -195,15 +171,11 @@ def warnings(cfg) -> list[str]:
 def ineffective_settings(cfg) -> list[str]:
     """Names of settings that were changed from their default and that the others make void."""
     only_warmup = cfg.warmup_steps >= cfg.max_steps
-    asks_nothing = cfg.eval_every > 0 and "retrieval" not in cfg.eval_names()
     ineffective = dict(
-        eval_lengths=asks_nothing,
         context_parallel_mode=cfg.context_ranks == 1,
         gradient_accumulation_steps=cfg.global_batch_size > 0,
         short_fraction=not cfg.length_schedule,
         schedule=only_warmup,
-        decay_fraction=cfg.schedule != "wsd" or only_warmup,
-        min_lr_ratio=cfg.schedule == "constant" or only_warmup,
         indexer_warmup=not attention_kind(cfg).learner,
     )
     changed = cfg.changed_settings()

@@ -237,6 +237,16 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def shard_like(whole: Tensor, like: Tensor) -> Tensor:
+    """The tensor, which every rank has, sharded as `like` is; nothing is sent."""
+    if not hasattr(like, "device_mesh"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = whole.to(like.device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
 # ---- what all ranks decide or compute together
 
 

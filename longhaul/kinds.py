@@ -25,7 +25,7 @@ class Kind:
 
     # The class of its settings.
     config: type
-    # The flag and field of TrainConfig that changes them, if there is one.
+    # The name under which configurations record them, if --blocks changes any.
     settings: str = ""
     # The kind that the planner proposes if this one does not fit.
     cheaper: str = ""
@@ -313,7 +313,7 @@ def unfit_exchanges(attention: str) -> dict[str, str]:
     }
 
 
-# ---- how configurations are recorded: with the settings of their kind, by the name of its flag
+# ---- how configurations are recorded: with the settings of their kind
 
 
 # Qwen3's values of these are not recorded: earlier versions had no others.

@@ -1,5 +1,6 @@
-"""--length_schedule: training at one context length after the other, such as
-4096:1000,32768:500:2e6,131072:200, which is LENGTH:STEPS[:THETA] for each stage.
+"""What --length_schedule and --schedule say. --length_schedule is training at one context length
+after the other, such as 4096:1000,32768:500:2e6,131072:200, which is LENGTH:STEPS[:THETA] for each
+stage.
 
 Length and rotary base grow together: without a THETA of its own, a stage has the base of the stage
 before it times the ratio of their lengths. Four times the length at an unchanged base was not
@@ -87,6 +88,49 @@ def thetas(lengths: Sequence[Length], first: float, proportional: bool) -> list[
         ratio = length.tokens / before.tokens if proportional else 1.0
         found.append(length.theta or found[-1] * ratio)
     return found
+
+
+# ---- the learning rate
+
+
+class RateSchedule(NamedTuple):
+    """What --schedule says."""
+
+    kind: str
+    decay_fraction: float = 0.2  # of wsd
+    min_ratio: float = 0.1  # final learning rate / peak
+
+    def in_words(self) -> str:
+        """The one spelling of its numbers."""
+        if self == RateSchedule(self.kind):
+            return self.kind
+        numbers = [str(getattr(self, name)) for name in RATE_SCHEDULES[self.kind]]
+        return ":".join([self.kind, *numbers])
+
+
+# The numbers that may follow the kind.
+RATE_SCHEDULES = {
+    "cosine": ("min_ratio",),
+    "wsd": ("decay_fraction", "min_ratio"),
+    "constant": (),
+}
+
+
+def rate_schedule(text: str) -> RateSchedule:
+    """--schedule, such as wsd:0.2; ValueError for others."""
+    kind, *words = text.split(":")
+    names = RATE_SCHEDULES.get(kind, ())
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        numbers = [math.nan]
+    is_known = kind in RATE_SCHEDULES and len(numbers) <= len(names)
+    if not is_known or not all(0 <= number <= 1 for number in numbers):
+        raise ValueError(
+            f"--schedule {text[:40]} is unknown: give cosine[:MIN], wsd[:DECAY[:MIN]] or constant, "
+            "with numbers from 0 to 1"
+        )
+    return RateSchedule(kind, **dict(zip(names, numbers, strict=False)))
 
 
 # ---- the lengths of an evaluation

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from longhaul.dist import local_shard
 from longhaul.kinds import attention_kind
+from longhaul.lengths import rate_schedule
 from longhaul.optimizers import OPTIMIZERS, Muon
 from model import Decoder
 
@@ -16,24 +17,25 @@ from model import Decoder
 def learning_rate(step: int, cfg) -> float:
     """Learning rate of optimizer step `step` (0-based): linear warmup, then `cfg.schedule`.
 
-    cosine: lr * (m + (1-m) * (1 + cos(pi*u)) / 2) over the steps after warmup, m = min_lr_ratio.
+    cosine: lr * (m + (1-m) * (1 + cos(pi*u)) / 2) over the steps after warmup, m = min_ratio.
     wsd: constant, then linear to m*lr over the last `decay_fraction` of the run (Hu et al. 2024).
     constant: constant.
     """
+    schedule = rate_schedule(cfg.schedule)
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
-    if cfg.schedule == "constant":
+    if schedule.kind == "constant":
         return cfg.lr
 
     start = cfg.warmup_steps
-    if cfg.schedule == "wsd":
-        start = max(start, round(cfg.max_steps * (1 - cfg.decay_fraction)))
+    if schedule.kind == "wsd":
+        start = max(start, round(cfg.max_steps * (1 - schedule.decay_fraction)))
 
     # The last step of the run, not the one after it, has the final learning rate.
     last = cfg.max_steps - 1
     done = min(max(step - start, 0) / max(last - start, 1), 1.0)
-    shape = _remaining(cfg.schedule, done)
-    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape)
+    shape = _remaining(schedule.kind, done)
+    return cfg.lr * (schedule.min_ratio + (1 - schedule.min_ratio) * shape)
 
 
 def _remaining(schedule: str, done: float) -> float:
@@ -72,7 +74,8 @@ def build_optimizer(model: Decoder, cfg) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019) of torch, or an optimizer of optimizers.py."""
     takes_matrices = issubclass(OPTIMIZERS[cfg.optimizer].optimizer, Muon)
     groups = parameter_groups(model, cfg.weight_decay, takes_matrices)
-    common = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
+    adam = cfg.adam_numbers()
+    common = dict(lr=cfg.lr, betas=(adam.beta1, adam.beta2), eps=adam.eps)
 
     if _is_plain(cfg):
         # torch's fused kernel refuses meta tensors.
@@ -85,7 +88,7 @@ def build_optimizer(model: Decoder, cfg) -> torch.optim.Optimizer:
         kind.moments,
         **common,
         seed=cfg.seed,
-        host=cfg.offload_optimizer,
+        host=cfg.master_weights == "host",
     )
     if cfg.optimizer_in_backward:
         optimizer.update_in_backward()
@@ -94,7 +97,7 @@ def build_optimizer(model: Decoder, cfg) -> torch.optim.Optimizer:
 
 def _is_plain(cfg) -> bool:
     """Whether no lever changes how weights and moments are stored, or when they are updated."""
-    if cfg.offload_optimizer or cfg.optimizer_in_backward:
+    if cfg.optimizer_in_backward:
         return False
     return cfg.optimizer == "adamw" and cfg.master_weights == "fp32"
 

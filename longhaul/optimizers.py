@@ -9,6 +9,7 @@ A bf16 parameter without a master copy takes 2 bytes, an fp32 one 4.
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from base.machine import platform
-from longhaul.dist import local_shard
+from longhaul.dist import local_shard, shard_like
 from longhaul.staging import Staging, slabs
 
 BLOCK = 256  # elements that share a scale in 8 bits (Dettmers et al. 2022)
@@ -442,7 +443,7 @@ class Muon(AdamW):
         weight = local_shard(p)
         rate = 0.2 * max(p.shape) ** 0.5 * group["lr"]
         decayed = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
-        wide = decayed.sub_(_shard_of(direction, p), alpha=rate)
+        wide = decayed.sub_(local_shard(shard_like(direction, p)), alpha=rate)
         weight.copy_(rounded(wide, weight.dtype, self._draw(p, weight.device)))
 
 
@@ -481,16 +482,36 @@ def _full_matrix(shard: Tensor, p: Tensor) -> Tensor:
     return sharded.full_tensor()
 
 
-def _shard_of(whole: Tensor, p: Tensor) -> Tensor:
-    """This rank's shard of a matrix that every rank has."""
-    if not hasattr(p, "device_mesh"):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to_local()
+# ---- what --optimizer and --adam may name
 
 
-# ---- what --optimizer may name
+@dataclass(frozen=True)
+class Adam:
+    """The numbers of AdamW: the decay rates of its two moments, and what is added to the root of
+    the second one. ValueError if they are out of range.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+    def __post_init__(self):
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ValueError(
+                    f"--adam {name}={value} is out of range: give a number of at least 0 and below "
+                    "1"
+                )
+        if not 0 < self.eps <= 1:
+            raise ValueError(
+                f"--adam eps={self.eps} is out of range: give a number above 0 and at most 1"
+            )
+
+    def changed_pairs(self) -> tuple[str, ...]:
+        """The numbers that differ from their defaults, in the one spelling of --adam."""
+        numbers = dataclasses.asdict(self).items()
+        return tuple(f"{name}={value}" for name, value in numbers if value != getattr(Adam, name))
 
 
 @dataclass(frozen=True)

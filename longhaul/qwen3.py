@@ -11,10 +11,7 @@ wrong with a folder is a ValueError of one line, and is found before a weight is
 import functools
 import json
 import math
-import os
 import re
-import shutil
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -22,9 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from base import durable
 from base.tensors import WEIGHTS, Later, opened, write_one_by_one
 from base.untrusted import read_json, refuse_pickle
-from longhaul import kernels
+from longhaul import dist, kernels
 from longhaul.kinds import attention_kind
 from model import Decoder, ModelConfig
 
@@ -150,30 +148,15 @@ def stored_model(folder: Path, **overrides) -> tuple[Decoder, dict[str, Later]]:
 def load_into(decoder: Decoder, folder: str | Path) -> None:
     """Overwrite the parameters of a built decoder, sharded (DTensor) or whole, keeping their dtype.
 
-    ValueError if the geometry differs. Rotary settings that differ from the folder's are kept, with
-    a warning.
+    ValueError if the geometry differs; rotary settings may.
     """
     folder = Path(folder)
-    fields = check_geometry(decoder.config, folder)
-
-    # A difference here is either how the context is extended or a mistake.
-    for name in ("rope_theta", "rope_scaling", "rope_factor"):
-        ours = getattr(decoder.config, name)
-        if fields[name] != ours:
-            warnings.warn(
-                f"{folder} was trained with {name}={fields[name]}; this model uses {ours}",
-                stacklevel=2,
-            )
-    overwrite(decoder, folder)
-
-
-def overwrite(decoder: Decoder, folder: Path) -> None:
-    """`load_into` for a decoder whose settings were compared with the folder's before."""
+    check_geometry(decoder.config, folder)
     _fill(decoder, _weights(decoder, _stored(folder), folder))
 
 
-def check_geometry(config: ModelConfig, folder: Path) -> dict:
-    """The folder's fields of ModelConfig; ValueError if its weights do not fit `config`."""
+def check_geometry(config: ModelConfig, folder: Path) -> None:
+    """ValueError if the folder's weights do not fit `config`."""
     fields = read_config(folder)
     for name in SHAPE:
         ours = getattr(config, name)
@@ -182,7 +165,6 @@ def check_geometry(config: ModelConfig, folder: Path) -> dict:
                 f"{folder} has {name}={fields[name]} and this model {ours}: "
                 "choose the model size and overrides of the folder"
             )
-    return fields
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -469,18 +451,7 @@ def _read(stored: dict[str, Stored], name: str) -> torch.Tensor:
 def _fill(decoder: Decoder, weights: dict[str, Later]) -> None:
     for name, weight in weights.items():
         parameter = decoder.get_parameter(name)
-        parameter.copy_(_shard_of(weight.read(), parameter))
-
-
-def _shard_of(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of `full`. Every rank reads the file, and nothing is sent."""
-    if not hasattr(parameter, "device_mesh"):
-        return full
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(
-        full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
+        parameter.copy_(dist.shard_like(weight.read(), parameter))
 
 
 def _widest(dtypes: Iterable[torch.dtype]) -> str:
@@ -528,10 +499,7 @@ def write_hf(
     if folder.exists() and not _is_empty(folder):
         raise ValueError(f"{folder} exists and is not an empty folder: choose another output")
 
-    temporary = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    with durable.building(folder) as temporary:
         named = {hf_name(name): weight for name, weight in weights.items()}
         _write_weights(named, temporary, shard_bytes)
         _write_json(settings, temporary / "config.json")
@@ -540,9 +508,6 @@ def write_hf(
             _write_json(ends | dict(sampling), temporary / "generation_config.json")
         for name, content in files.items():
             (temporary / name).write_bytes(content)
-        os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _is_empty(folder: Path) -> bool:

@@ -29,6 +29,7 @@ from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
 from data.manifest import MANIFEST
 from data.writer import require_new
 from longhaul import cli, qwen3
+from longhaul.checkpoint import start
 from longhaul.checkpoint.format import Checkpoint, model_config
 from longhaul.checkpoint.load import check_tokenizer, newest, stored_weights, verified
 from longhaul.checkpoint.save import save_weights
@@ -36,7 +37,6 @@ from longhaul.cli import flag
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.generate import TEMPERATURE, TOP_K, TOP_P
-from longhaul.run import start
 from longhaul.step import TrainState
 
 KEEP = "keep"  # as --dtype

@@ -31,6 +31,7 @@ from data.dataset import Dataset
 from data.mixture import EMBEDDED, Corpus, open_corpora
 from data.progress import bar, duration
 from longhaul import cli, flops, lengths
+from longhaul.checkpoint import start
 from longhaul.checkpoint.earlier import present_settings
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.cli import flag, known_words
@@ -46,7 +47,6 @@ from longhaul.kinds import attention_kind
 from longhaul.memory import evaluation as planner
 from longhaul.memory.plan import available_gib
 from longhaul.parallel import apply
-from longhaul.run import start
 from model import Decoder, ModelConfig
 from scripts.source import Source, SourceConfig, check_ids
 

@@ -25,8 +25,8 @@ from longhaul.posttrain import demo, grade_demo, reviews, reward
 from longhaul.posttrain.config import GradeConfig, with_sources
 from longhaul.posttrain.grade import METHODS
 from longhaul.posttrain.grade_demo import Score
+from longhaul.posttrain.policies import GradeSource, judged_prompts
 from longhaul.run import training
-from longhaul.run.policies import GradeSource, judged_prompts
 
 SCORE = "test.json"  # in a run's folder: what the demo measured at its end
 # of 96 prompts of one length a dataset takes 24: the other half is for longer ones

@@ -14,8 +14,8 @@ from data import sums
 from longhaul.memory import posttrain
 from longhaul.posttrain import demo
 from longhaul.posttrain.config import IntuitorConfig, with_sources
+from longhaul.posttrain.policies import IntuitorSource, prompts_in_order
 from longhaul.run import training
-from longhaul.run.policies import IntuitorSource, prompts_in_order
 
 PROGRAM = training.Program(
     config=IntuitorConfig,
@@ -29,7 +29,7 @@ FIRST = f"""
     --model_size tiny --vocab_size {sums.VOCABULARY} --context_length {sums.LENGTH} --dtype fp32
     --model_overrides hidden_size=64 num_layers=2 num_heads=2 num_kv_heads=2 head_dim=32
     ffn_size=128 tie_embeddings=false --batch_size 64 --max_steps 600 --warmup_steps 20 --lr 1e-2
-    --min_lr_ratio 0.02 --weight_decay 0 --device cpu --eval_every 0 --save_every 1000
+    --schedule cosine:0.02 --weight_decay 0 --device cpu --eval_every 0 --save_every 1000
     --optimizer muon
 """
 

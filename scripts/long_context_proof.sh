@@ -64,7 +64,7 @@ dataset() {  # $1, by the command $2 ...; a dataset appears whole or not at all
 
 train() {  # run $1 on dataset $2 with the length schedule $3, and further flags
     part "$1" python train.py --output_dir "$out/$1" --data "$out/$2" --length_schedule "$3" --whole_documents \
-        --schedule "${schedule:-constant}" --weight_decay 0 --beta2 0.98 --optimizer muon --dtype fp32 \
+        --schedule "${schedule:-constant}" --weight_decay 0 --adam beta2=0.98 --optimizer muon --dtype fp32 \
         --device cpu --eval_every 0 --save_every 1000 "${@:4}"
 }
 
@@ -117,7 +117,7 @@ learn_to_retrieve() {  # a model answers from any place of its context; the file
 sparsely() {  # the same model with sparse attention
     # A question asks for two tokens, so the blocks of sparse attention are small; it selects 1,024 tokens, as by default.
     train sparse data-far "$sparse" --init_from "$out/far" --lr 1e-3 --warmup_steps 10 --long_fraction 0.75 --seed "$seed" \
-        --attention_type nsa --nsa cmp_block=4 cmp_stride=2 sel_block=8 sel_count=128 sel_local=8
+        --attention_type nsa --blocks cmp_block=4 cmp_stride=2 sel_block=8 sel_count=128 sel_local=8
 }
 
 retrieve() {  # proof 1: the context reaches farther than the lengths that it was trained at most, and sparse attention finds answers
@@ -138,7 +138,7 @@ convert() {  # sparse and indexed attention of 1,024 tokens answer as the model 
 
     local steps=${indexed#*:}
     steps=${steps%%:*}
-    schedule=cosine train indexed data-far "$indexed" --init_from "$out/far" --lr 6e-2 --min_lr_ratio 0.01 --warmup_steps 4 \
+    schedule=cosine:0.01 train indexed data-far "$indexed" --init_from "$out/far" --lr 6e-2 --warmup_steps 4 \
         --long_fraction 0.75 --seed "$seed" --attention_type indexed --blocks count=16 --indexer_warmup $((steps - 1))
 
     local name
@@ -151,8 +151,8 @@ read_text() {  # proof 2: text of the embedded corpus is read better after 256 t
     dataset data-text python -m data.prepare --vocab_size 512 --max_bytes "${TEXT_BYTES:-10000000}" --val_fraction 0.15
     part text python train.py --output_dir "$out/text" --data "$out/data-text" --model_size tiny --vocab_size 512 --rope_theta 1e4 \
         --model_overrides hidden_size=128 num_layers=2 num_heads=2 num_kv_heads=2 head_dim=64 ffn_size=256 tie_embeddings=false \
-        --context_length 256 --batch_size 8 --optimizer muon --lr 6e-3 --beta2 0.98 --weight_decay 0 --warmup_steps 50 \
-        --schedule wsd --decay_fraction 0.4 --max_steps "$text" --dtype fp32 --device cpu --eval_every 0 --save_every 1000 \
+        --context_length 256 --batch_size 8 --optimizer muon --lr 6e-3 --adam beta2=0.98 --weight_decay 0 --warmup_steps 50 \
+        --schedule wsd:0.4 --max_steps "$text" --dtype fp32 --device cpu --eval_every 0 --save_every 1000 \
         --seed "$seed"
     evaluate text text-gain --evals gain --batches 300
 }

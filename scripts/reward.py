@@ -21,13 +21,13 @@ from data.fields import TextField
 from data.load_tokenizer import AnyTokenizer
 from data.writer import require_new
 from longhaul import cli, qwen3, step
+from longhaul.checkpoint import start
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
 from longhaul.dist import named_device
 from longhaul.posttrain import labels, reward
 from longhaul.posttrain.labels import Fit, Labelled
 from longhaul.posttrain.reward import RewardModel
-from longhaul.run import start
 from scripts.source import tokenizer_of
 
 FEWEST = 10  # texts that a head is trained and judged on

@@ -24,10 +24,10 @@ from longhaul.analysis.config import AnalysisConfig
 from longhaul.analysis.parts import REPORT, RESULT, Parts
 from longhaul.analysis.run import Analysis, prompt_pairs
 from longhaul.analysis.samples import Samples
+from longhaul.checkpoint import start
 from longhaul.dist import World, named_device
 from longhaul.memory import analysis as planner
 from longhaul.memory.plan import available_gib
-from longhaul.run import start
 from model import Decoder, ModelConfig
 from scripts.evaluate import Opened, check_data, note_if_beyond, open_data, print_folded
 

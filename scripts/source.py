@@ -16,11 +16,11 @@ from base.untrusted import refuse_pickle
 from data.hugging_face import hash_of_folder
 from data.load_tokenizer import AnyTokenizer, find_tokenizer, hash_of_ids, load_tokenizer
 from longhaul import cli, qwen3
+from longhaul.checkpoint import start
 from longhaul.checkpoint.format import Checkpoint, model_config
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
 from longhaul.cli import flag
 from longhaul.kinds import WEIGHTLESS, read_with
-from longhaul.run import start
 from model import Decoder, ModelConfig
 
 

@@ -30,7 +30,7 @@ BASE = dict(
     context_length=T,
     dtype="fp32",
     lr=1e-3,
-    adam_eps=1e-6,
+    adam=("eps=1e-6",),
     warmup_steps=2,
     max_steps=500,
     grad_clip=0.0,
@@ -49,7 +49,7 @@ SHAPE = (
 )
 SPARSE = dict(
     attention_type="nsa",
-    nsa=("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16"),
+    blocks=("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16"),
 )
 INDEXED = dict(
     attention_type="indexed",
@@ -66,7 +66,7 @@ LEVERS = {
     "chunked loss": dict(loss="chunked"),
     "loss in one pass": dict(loss="one_pass"),
     "accumulation": dict(batch_size=1),
-    "offloaded optimizer": dict(offload_optimizer=True),
+    "offloaded optimizer": dict(master_weights="host"),
     "optimizer in backward": dict(optimizer_in_backward=True),
 }
 EITHER_OR = [
@@ -77,7 +77,7 @@ LOSSY = {  # what they may end above fp32 AdamW, stated beforehand
     "bf16 moments": (dict(optimizer="adamw_bf16"), 0.02),
     "8-bit moments": (dict(optimizer="adamw_8bit"), 0.02),
     "Muon": (dict(optimizer="muon"), 0.05),
-    "offloaded optimizer in bf16": (dict(dtype="bf16", offload_optimizer=True), 0.02),
+    "offloaded optimizer in bf16": (dict(dtype="bf16", master_weights="host"), 0.02),
     "bf16 without master weights": (dict(dtype="bf16", master_weights="none"), 0.03),
 }
 

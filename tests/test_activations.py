@@ -27,7 +27,7 @@ BASE = dict(
     dtype="fp32",
     warmup_steps=0,
     lr=1e-3,
-    adam_eps=1e-6,
+    adam=("eps=1e-6",),
     model_overrides=(
         "num_layers=2",
         "hidden_size=64",
@@ -57,8 +57,8 @@ LEVERS = {
 }
 ATTENTION = {
     "standard": {},
-    "nsa": dict(attention_type="nsa", nsa=SPARSE),
-    "nsa, separate": dict(attention_type="nsa", nsa=(*SPARSE, "kv=separate")),
+    "nsa": dict(attention_type="nsa", blocks=SPARSE),
+    "nsa, separate": dict(attention_type="nsa", blocks=(*SPARSE, "kv=separate")),
 }
 
 
@@ -302,7 +302,7 @@ def test_levers_leave_validation_and_decoding_as_they_are():
 
 
 def test_head_slices_cover_every_weight_once():
-    state = build(attention_type="nsa", nsa=(*SPARSE, "kv=separate"))
+    state = build(attention_type="nsa", blocks=(*SPARSE, "kv=separate"))
     attention = state.model.layers[0].attention
     names = [name for name, _ in attention.named_parameters()]
     shared = {"q_norm.weight", "k_norm.weight", "sparse.cmp_norm.weight", "sparse.win_norm.weight"}

@@ -57,7 +57,7 @@ def test_advice_for_training_climbs_to_the_host(capsys, monkeypatch):
     assert "offloaded activations" in printed
     *_, host, command = printed.splitlines()
     assert (
-        "host memory: " in host and host.startswith("time: ") and "--offload_optimizer" in command
+        "host memory: " in host and host.startswith("time: ") and "--master_weights host" in command
     )
     row = next(line for line in printed.splitlines() if "offloaded activations" in line)
     assert row.endswith("saves nothing, left out") and "--offload_activations" not in command

@@ -107,23 +107,29 @@ train 7
 train --weight_decay 1e30
 train --weight_decay -0.1
 train --weight_decay nan
-train --adam_eps nan
-train --adam_eps 0
-train --adam_eps -1
-train --adam_eps inf
-train --adam_eps 2
-train --beta1 1
-train --beta1 nan
-train --beta2 -0.5
-train --beta2 1.5
+train --adam eps=nan
+train --adam eps=0
+train --adam eps=-1
+train --adam eps=inf
+train --adam eps=2
+train --adam beta1=1
+train --adam beta1=nan
+train --adam beta2=-0.5
+train --adam beta2=1.5
+train --adam beta3=0.5
 train --grad_clip nan
 train --grad_clip -1
 train --grad_clip inf
 train --schedule linear
-train --decay_fraction 2
-train --decay_fraction nan
-train --min_lr_ratio nan
-train --min_lr_ratio -1
+train --schedule wsd:2
+train --schedule wsd:nan
+train --schedule wsd:0.2:0.1:0.3
+train --schedule wsd:0.2:2
+train --schedule cosine:nan
+train --schedule cosine:-1
+train --schedule cosine:0.1:0.2
+train --schedule constant:1
+train --schedule cosine:
 train --warmup_steps -1
 train --warmup_steps 1.5
 train --max_steps 0
@@ -166,9 +172,9 @@ train --model_overrides hidden_size=nan
 train --model_overrides rope_theta=1
 train --model_overrides norm_eps=nan
 train --attention_type dense
-train --attention_type nsa --nsa window=0
-train --attention_type nsa --nsa window=many
-train --nsa windows=9
+train --attention_type nsa --blocks window=0
+train --attention_type nsa --blocks window=many
+train --blocks windows=9
 train --rope_theta nan
 train --rope_theta -1
 train --rope_scaling ntk
@@ -223,7 +229,7 @@ train --attention_head_groups 0
 train --compile --mlp_tiles 2
 train --compile --no_compile
 train --master_weights none
-train --offload_optimizer --optimizer muon
+train --master_weights host --optimizer muon
 train --optimizer sgd
 train --optimizer_in_backward
 train --optimizer_in_backward --grad_clip 0 --gradient_accumulation_steps 2
@@ -433,15 +439,15 @@ faults --trials 0
 faults --trials -3
 equivalence --what nothing
 equivalence --steps 0
-train --nsa sel_count=3
+train --blocks sel_count=3
 train --blocks count=8
-train --nsa sel_count=3 --attention_type indexed
+train --blocks sel_count=3 --attention_type indexed
 train --blocks count=8 --attention_type nsa
 train --data {torn_data}
 train --init_from {torn_run}
 train --init_from {torn_hf}
 train --resume {torn_run}/step-00000002
-profile --nsa sel_count=3
+profile --blocks sel_count=3
 profile --blocks count=8
 profile --gpus 4
 profile --gpu H100 --device cpu
@@ -470,7 +476,7 @@ convert --input {torn_hf} --output {new}
 opened {torn_data}
 grade --checkpoint {folder}
 grade --method gumble
-grade --nsa sel_count=3
+grade --blocks sel_count=3
 intuitor --group_size 0
 intuitor --checkpoint /nonexistent
 intuitor --data {text}

@@ -96,32 +96,12 @@ def test_a_number_of_the_manifest_that_was_changed_is_found_by_the_checksum(save
         verified(saved)
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("identity", None),
-        ("identity", ["seed"]),
-        ("rows_per_step", -1),
-        ("threads", "1"),
-        ("torch", 2),
-        ("skipped", 5),
-        ("skipped", [1, None]),
-    ],
-)
-def test_what_only_a_resume_needs_may_be_missing_but_not_of_another_type(saved, name, value):
+@pytest.mark.parametrize("name", ["identity", "rows_per_step", "threads", "torch", "skipped"])
+def test_what_only_a_resume_needs_may_be_missing(saved, name):
     manifest = json.loads((saved / "manifest.json").read_text())
-
-    def rewrite():
-        manifest["checksum"] = checksum(manifest)
-        (saved / "manifest.json").write_text(json.dumps(manifest))
-
-    manifest[name] = value
-    rewrite()
-    with pytest.raises(CheckpointError, match=f"not a sound checkpoint .{name} is "):
-        verified(saved)
-
-    del manifest[name]
-    rewrite()
+    manifest.pop(name, None)
+    manifest["checksum"] = checksum(manifest)
+    (saved / "manifest.json").write_text(json.dumps(manifest))
     assert verified(saved).step == 1
 
 

@@ -12,6 +12,7 @@ from base.flags import Parser, RaisingParser
 from longhaul import cli, config_checks, dist
 from longhaul.checkpoint import resume
 from longhaul.config import DTYPE_SPELLINGS, TrainConfig
+from longhaul.lengths import rate_schedule
 from longhaul.memory import plan as planner
 from longhaul.optim import learning_rate
 from longhaul.other_names import OUR_NAMES, WITHOUT_FLAG
@@ -63,23 +64,47 @@ def test_a_number_above_its_range_is_refused_with_the_most_that_is_allowed(name)
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0, 1.5])
 def test_an_epsilon_that_adamw_cannot_use_is_refused_in_our_words(value):
-    with pytest.raises(ValueError, match=f"--adam_eps {value} is out of range: give a number"):
-        TrainConfig(adam_eps=value)
+    with pytest.raises(ValueError, match=f"--adam eps={value} is out of range: give a number"):
+        TrainConfig(adam=(f"eps={value}",))
 
 
-@pytest.mark.parametrize("name", ["min_lr_ratio", "decay_fraction", "beta1", "beta2"])
-def test_fractions_are_between_0_and_1(name):
-    assert getattr(TrainConfig(**{name: 0.0}), name) == 0
-    for value in (-0.1, 1.1, math.nan):
-        with pytest.raises(ValueError, match=f"--{name} {value} is out of range"):
-            TrainConfig(**{name: value})
+@pytest.mark.parametrize("name", ["beta1", "beta2"])
+def test_the_decay_of_a_moment_is_from_0_to_below_1(name):
+    assert getattr(TrainConfig(adam=(f"{name}=0.0",)).adam_numbers(), name) == 0
+    for value in (-0.1, 1.0, 1.1, math.nan):
+        with pytest.raises(ValueError, match=f"--adam {name}={value} is out of range"):
+            TrainConfig(adam=(f"{name}={value}",))
 
 
-def test_a_ratio_may_be_1_and_a_moments_decay_may_not():
-    assert TrainConfig(min_lr_ratio=1.0, decay_fraction=1.0).min_lr_ratio == 1
-    for name in ("beta1", "beta2"):
-        with pytest.raises(ValueError, match="--beta. 1.0 is out of range: give a number below 1"):
-            TrainConfig(**{name: 1.0})
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("cosine", ("cosine", 0.2, 0.1)),
+        ("cosine:0", ("cosine", 0.2, 0.0)),
+        ("wsd:1", ("wsd", 1.0, 0.1)),
+        ("wsd:0.2:.1", ("wsd", 0.2, 0.1)),
+        ("constant", ("constant", 0.2, 0.1)),
+    ],
+)
+def test_a_schedule_has_its_numbers_behind_its_name(text, expected):
+    assert rate_schedule(text) == rate_schedule(TrainConfig(schedule=text).schedule) == expected
+
+
+def test_two_spellings_of_the_numbers_of_adamw_are_one_setting():
+    cfg = TrainConfig(adam=("eps=1e-6", "beta1=0.90", "beta2=.98"))
+    assert cfg.adam == TrainConfig(adam=("beta2=0.98", "eps=0.000001")).adam
+    assert TrainConfig(adam=("beta1=0.9",)) == TrainConfig()
+
+
+def test_two_spellings_of_a_schedule_are_one_setting():
+    assert TrainConfig(schedule="wsd:0.20:0.1").schedule == "wsd"
+    assert TrainConfig(schedule="wsd:0.3").schedule == TrainConfig(schedule="wsd:.3:.1").schedule
+
+
+@pytest.mark.parametrize("text", ["linear", "", "wsd:1.5", "wsd:x", "cosine:0.1:0.1", "cosine:nan"])
+def test_an_unknown_schedule_is_refused(text):
+    with pytest.raises(ValueError, match="is unknown: give cosine"):
+        TrainConfig(schedule=text)
 
 
 def test_mlp_tiles_that_are_left_open_hold_at_most_4096_tokens():
@@ -179,20 +204,19 @@ def test_the_examples_of_help_are_commands_that_work(capsys):
 
 
 @pytest.mark.parametrize(
-    "given, kind, remedy",
+    "size, kind, remedy, owner",
     [
-        (dict(nsa=("window=8",)), "standard", "nsa"),
-        (dict(nsa=("window=8",)), "indexed", "nsa"),
-        (dict(blocks=("count=8",)), "standard", "exact"),
-        (dict(blocks=("count=8",)), "nsa", "exact"),
+        ("window=8", "standard", "standard: give --attention_type nsa or .*, or drop --", "nsa"),
+        ("window=8", "indexed", "give name=value with a name of count", "nsa"),
+        ("count=8", "standard", "standard: give --attention_type nsa or .*, or drop --", "exact"),
+        ("count=8", "nsa", "give name=value with a name of cmp_block", "exact"),
     ],
 )
-def test_sizes_of_another_attention_are_refused(given, kind, remedy):
-    with pytest.raises(ValueError, match=f"{kind}: give --attention_type {remedy}, or drop --"):
-        TrainConfig(model_size="tiny", attention_type=kind, **given)
-    assert (
-        config_checks.warnings(TrainConfig(model_size="tiny", attention_type=remedy, **given)) == []
-    )
+def test_sizes_of_another_attention_are_refused(size, kind, remedy, owner):
+    with pytest.raises(ValueError, match=f"--blocks .*{remedy}"):
+        TrainConfig(model_size="tiny", attention_type=kind, blocks=(size,))
+    cfg = TrainConfig(model_size="tiny", attention_type=owner, blocks=(size,))
+    assert config_checks.warnings(cfg) == []
 
 
 def test_examples_belong_to_one_program(capsys):
@@ -212,13 +236,13 @@ def test_a_help_text_names_units_and_what_zero_means():
 def test_switches_values_and_lists_are_read():
     cfg = parsed(
         *("--compile", "--no_async_save", "--gradient-checkpointing", "--mlp_tiles"),
-        *("--nsa", "window=64", "sel_count=4", "--attention-type=nsa", "--lr=2e-3"),
+        *("--blocks", "window=64", "sel_count=4", "--attention-type=nsa", "--lr=2e-3"),
     )
     assert cfg.compile is True
     assert cfg.async_save is False
     assert cfg.gradient_checkpointing == "full"
     assert cfg.mlp_tiles == 0
-    assert cfg.nsa == ("window=64", "sel_count=4")
+    assert cfg.blocks == ("window=64", "sel_count=4")
     assert cfg.model().attention.window == 64
     assert cfg.lr == 2e-3
 
@@ -226,12 +250,12 @@ def test_switches_values_and_lists_are_read():
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("nsa = true", "--nsa has no value: give one or more"),
+        ("blocks = true", "--blocks has no value: give one or more"),
         ("compile = 1", "--compile/--no_compile takes no value: drop '1'"),
         ("seed = 1.5", "--seed: '1.5' is no integer: give one"),
         ("lr = false", "--lr: 'false' is no number: give one"),
         ("max_steps = true", "--max_steps has no value: give one"),
-        ("schedule = 'linear'", "choose from '?cosine'?, '?wsd'?, '?constant"),
+        ("device = 'tpu'", "choose from '?auto'?, '?cpu'?, '?cuda"),
         ("seed = 99999999999999999999", "--seed: a number of 20 digits: give one between"),
         ("sed = 1", "unknown flag --sed: did you mean --seed?"),
         ('"lr\\nx" = 1', "unknown flag --lr x"),
@@ -347,12 +371,12 @@ def test_sparse_attention_over_rows_that_fit_in_its_window_is_warned_about():
 
 
 def test_the_short_table_has_the_settings_that_differ_from_the_defaults():
-    cfg = TrainConfig(model_size="tiny", lr=0.5, nsa=("window=64",), attention_type="nsa")
-    names = ["model_size", "attention_type", "nsa", "lr"]
+    cfg = TrainConfig(model_size="tiny", lr=0.5, blocks=("window=64",), attention_type="nsa")
+    names = ["model_size", "attention_type", "blocks", "lr"]
     assert cfg.changed_settings() == names
     lines = cfg.table(every=False).splitlines()
     assert lines == [
-        "  model: model_size='tiny', attention_type='nsa', nsa=('window=64',)",
+        "  model: model_size='tiny', attention_type='nsa', blocks=('window=64',)",
         "  optimisation: lr=0.5",
     ]
     assert TrainConfig().changed_settings() == []

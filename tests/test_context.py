@@ -24,7 +24,7 @@ STANDARD = dict(context_length=T)
 SPARSE = dict(
     context_length=T,
     attention_type="nsa",
-    nsa=("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16"),
+    blocks=("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16"),
 )
 BASES = {"standard": STANDARD, "nsa": SPARSE}
 
@@ -389,7 +389,7 @@ def sample(state) -> list[int]:
 KINDS = [
     dict(context_parallel_mode="ulysses"),
     dict(context_parallel_mode="gather_kv"),
-    {name: SPARSE[name] for name in ("attention_type", "nsa")},
+    {name: SPARSE[name] for name in ("attention_type", "blocks")},
 ]
 
 
@@ -455,7 +455,7 @@ class Largest(TorchDispatchMode):
         return outputs
 
 
-SPARSE_LONG = dict(attention_type="nsa", nsa=("sel_count=4", "window=128"))
+SPARSE_LONG = dict(attention_type="nsa", blocks=("sel_count=4", "window=128"))
 
 
 def memory_of_each(world: dist.World) -> list[dict]:

@@ -24,7 +24,7 @@ from data.load_tokenizer import load_tokenizer
 from data.prepare import main
 from data.sources import by_directory
 from data.tokenizer import Tokenizer
-from longhaul.run import start
+from longhaul.checkpoint import start
 from scripts import generate
 from tests import qwen_tokenizer
 

@@ -62,14 +62,37 @@ def test_settings_that_are_now_fields_of_the_model_keep_what_was_recorded():
     assert cfg.model().loss_chunk_size == 64
 
 
+def test_settings_that_are_now_words_of_others_keep_what_was_recorded():
+    recorded = dict(
+        schedule="wsd",
+        decay_fraction=0.3,
+        min_lr_ratio=0.1,
+        beta1=0.9,
+        beta2=0.98,
+        adam_eps=1e-8,
+        nsa=["window=8"],
+        blocks=[],
+        offload_optimizer=True,
+        master_weights="fp32",
+    )
+    assert earlier.present_settings(recorded) == dict(
+        schedule="wsd:0.3:0.1", adam=["beta2=0.98"], blocks=["window=8"], master_weights="host"
+    )
+    recorded |= dict(schedule="cosine", nsa=[], beta2=0.95, offload_optimizer=False)
+    assert earlier.present_settings(recorded) == dict(
+        schedule="cosine", adam=[], blocks=[], master_weights="fp32"
+    )
+
+
 @pytest.mark.parametrize("name", earlier.DROPPED)
 def test_a_run_that_a_dropped_setting_had_changed_is_left_to_the_commit_that_has_it(name):
     other = {True: False, False: True}.get(earlier.DROPPED[name], "another")
     cfg = TrainConfig(model_size="tiny")
-    config = vars(cfg) | {name: other}
+    recorded = json.loads(json.dumps(vars(cfg)))
+    config = recorded | {name: other}
     words = f"trained with --{name} {other}.* continue the run with commit {earlier.COMMIT}"
     with pytest.raises(ValueError, match=words):
         resume.check_settings(SimpleNamespace(step=3, config=config), cfg)
-    resume.check_settings(SimpleNamespace(step=3, config=vars(cfg) | RECORDED), cfg)
+    resume.check_settings(SimpleNamespace(step=3, config=recorded | RECORDED), cfg)
     # there is nothing to do
     resume.check_settings(SimpleNamespace(step=cfg.max_steps, config=config), cfg)

@@ -21,7 +21,7 @@ SMALL = dict(
     device="cpu",
     model_overrides=("num_layers=2", "hidden_size=64", "ffn_size=96", "num_kv_heads=4"),
 )
-NSA = {name: SPARSE[name] for name in ("attention_type", "nsa")}
+NSA = {name: SPARSE[name] for name in ("attention_type", "blocks")}
 INDEXED = dict(attention_type="indexed", blocks=("count=2", "block=8", "head_dim=32"))
 
 

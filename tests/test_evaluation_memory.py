@@ -158,7 +158,7 @@ SHARED = dict(context_parallel_size=2)
     "name, lean, ranks, target",
     few_fast(
         [
-            ("bf16", dict(offload_optimizer=True), 1, "cuda"),
+            ("bf16", dict(master_weights="host"), 1, "cuda"),
             ("standard", dict(optimizer="adamw_8bit"), 1, "cuda"),
             ("standard", dict(model_overrides=("num_layers=2", "tie_embeddings=False")), 2, "cuda"),
             ("nsa", dict(optimizer="adamw_8bit"), 1, "cpu"),

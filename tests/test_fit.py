@@ -63,7 +63,7 @@ def test_every_rung_adds_one_lever_to_the_one_below():
         {"batch_size", "gradient_accumulation_steps"},
         {"mlp_tiles"},
         {"offload_activations"},
-        {"offload_optimizer"},
+        {"master_weights"},
         {"attention_head_groups"},
     ]
     assert rungs[-1].rows_per_step(1) == CFG.rows_per_step(1)

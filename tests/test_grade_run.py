@@ -20,12 +20,12 @@ from data.dataset import open_dataset
 from data.writer import TokenizedDocument, write_dataset
 from longhaul import cli, qwen3, step
 from longhaul.checkpoint import load, resume
+from longhaul.checkpoint import start as starting
 from longhaul.config import TrainConfig
 from longhaul.exits import NUMERICS
 from longhaul.posttrain import grade_demo, reviews, reward
 from longhaul.posttrain.config import GradeConfig
 from longhaul.posttrain.grade import METHODS
-from longhaul.run import start as starting
 from scripts import grade
 from selfcheck.faults import runs
 from tests.policy_runs import records, same_bits

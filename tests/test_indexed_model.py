@@ -140,7 +140,7 @@ def test_the_indexers_loss_never_changes_the_models_gradients_also_if_they_are_c
         dict(gradient_checkpointing="full"),
         dict(gradient_checkpointing="selective"),
         dict(gradient_checkpointing="full", offload_activations=True, mlp_tiles=3),
-        dict(gradient_accumulation_steps=2, offload_optimizer=True),
+        dict(gradient_accumulation_steps=2, master_weights="host"),
         dict(loss="chunked"),
     ],
     ids=str,
@@ -148,7 +148,7 @@ def test_the_indexers_loss_never_changes_the_models_gradients_also_if_they_are_c
 def test_levers_change_neither_the_losses_nor_what_the_indexer_learns(changes):
     # two steps of the warm-up and two behind it; an epsilon at which Adam does not turn rounding
     # of small gradients into updates
-    cfg = settings(indexer_warmup=2, lr=1e-3, adam_eps=1e-6)
+    cfg = settings(indexer_warmup=2, lr=1e-3, adam=("eps=1e-6",))
     _, truth = trained(cfg, 4)
     _, found = trained(dataclasses.replace(cfg, **changes), 4)
     for got, want in zip(found, truth, strict=True):

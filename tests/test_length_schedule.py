@@ -18,14 +18,14 @@ from data.mixture import Corpus, Fraction, order
 from data.staged import APART, Stage, Staged, require_longer_documents
 from data.writer import write_dataset
 from longhaul import dist, lengths
-from longhaul.checkpoint import resume
+from longhaul.checkpoint import resume, start
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory import plan as planner
 from longhaul.memory.reconcile import measure
 from longhaul.memory.simulate import simulate
-from longhaul.run import start, training
+from longhaul.run import training
 from selfcheck.faults import runs
 
 CPU = torch.device("cpu")
@@ -321,7 +321,7 @@ def test_the_predicted_peak_of_each_stage_is_the_trackers(number):
 
 
 def test_the_stage_that_needs_most_decides():
-    cfg = shape("64:3,512:2,1024:1", attention_type="nsa", nsa=("sel_count=3", "window=32"))
+    cfg = shape("64:3,512:2,1024:1", attention_type="nsa", blocks=("sel_count=3", "window=32"))
     plan = planner.plan(cfg, cfg.model(), World(), CPU, available=64.0)
     needed = [one.needed_gib for one in plan.stages]
     assert plan.needed_gib == max(needed) and len(needed) == 3

@@ -65,7 +65,7 @@ def test_what_stays_on_the_host_is_counted_there(layers):
             model_size="0.6B",
             context_length=6144,
             model_overrides=(f"num_layers={layers}",),
-            offload_optimizer=True,
+            master_weights="host",
         )
         | HOST
     )
@@ -88,15 +88,15 @@ LADDER = [
     (dict(optimizer="adamw_bf16"), 72.38, 0),
     (dict(optimizer="adamw_bf16", master_weights="none"), 63.98, 0),
     (dict(optimizer="adamw_8bit", master_weights="none"), 56.60, 0),
-    (dict(offload_optimizer=True) | IN_BACKWARD, 48.94, 45.0),
-    (dict(offload_optimizer=True, offload_activations=True) | IN_BACKWARD, 27.69, 67.5),
+    (dict(master_weights="host") | IN_BACKWARD, 48.94, 45.0),
+    (dict(master_weights="host", offload_activations=True) | IN_BACKWARD, 27.69, 67.5),
     (
-        dict(offload_optimizer=True, offload_activations=True, mlp_tiles=0) | IN_BACKWARD,
+        dict(master_weights="host", offload_activations=True, mlp_tiles=0) | IN_BACKWARD,
         21.08,
         67.5,
     ),
     (
-        dict(offload_optimizer=True, offload_activations=True, mlp_tiles=0, attention_head_groups=8)
+        dict(master_weights="host", offload_activations=True, mlp_tiles=0, attention_head_groups=8)
         | IN_BACKWARD,
         13.37,
         67.5,
@@ -149,7 +149,7 @@ def test_a_host_that_is_too_small_for_an_offload_is_refused(monkeypatch):
     monkeypatch.setattr(planner, "host_available_bytes", lambda: 8 * GIB)
     monkeypatch.setattr(planner, "available_gib", lambda device, world: 80.0)
     cfg = TrainConfig(
-        model_size="4B", context_length=4096, offload_optimizer=True, gradient_checkpointing="full"
+        model_size="4B", context_length=4096, master_weights="host", gradient_checkpointing="full"
     )
     plan = planner.plan(cfg, cfg.model(), planner.World(), torch.device("cuda"))
     assert (

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 import train
 from data import prepare
 from longhaul import qwen3, step
+from longhaul.checkpoint import start
 from longhaul.config import TrainConfig
-from longhaul.run import start
 from model import Decoder, ModelConfig, rope_frequencies
 from scripts import convert_qwen3, generate
 from tests import qwen_tokenizer

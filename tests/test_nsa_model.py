@@ -393,7 +393,7 @@ def test_the_triton_twin_in_the_decoder_equals_the_engine_and_says_where_it_runs
 
 
 def test_a_sparse_configuration_survives_the_run_record():
-    cfg = TrainConfig(model_size="tiny", attention_type="nsa", nsa=("kv=separate", "window=128"))
+    cfg = TrainConfig(model_size="tiny", attention_type="nsa", blocks=("kv=separate", "window=128"))
     again = TrainConfig(
         **{
             name: tuple(value) if isinstance(value, list) else value
@@ -422,7 +422,7 @@ def random_tokens_loss(core, steps=80) -> float:
         vocab_size=16,
         context_length=128,
         attention_type="nsa",
-        nsa=tuple(f"{k}={v}" for k, v in SIZES.items()),
+        blocks=tuple(f"{k}={v}" for k, v in SIZES.items()),
         dtype="fp32",
         lr=1e-2,
         warmup_steps=5,

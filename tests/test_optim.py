@@ -20,13 +20,13 @@ def test_warmup_rises_linearly_to_the_peak_at_its_last_step():
 
 
 def test_cosine_passes_the_middle_at_half_and_ends_at_the_floor():
-    curve = rates(schedule="cosine", min_lr_ratio=0.2)
+    curve = rates(schedule="cosine:0.2")
     assert curve[10] == 1.0 and curve[100] == pytest.approx(0.2) and curve[55] == pytest.approx(0.6)
     assert all(a >= b for a, b in zip(curve[10:], curve[11:]))
 
 
 def test_wsd_is_flat_then_falls_linearly_over_its_last_part():
-    curve = rates(schedule="wsd", decay_fraction=0.25, min_lr_ratio=0.0)
+    curve = rates(schedule="wsd:0.25:0")
     start = round(101 * 0.75)
     assert set(curve[10 : start + 1]) == {1.0} and curve[100] == 0.0
     drops = [a - b for a, b in zip(curve[start:], curve[start + 1 :])]

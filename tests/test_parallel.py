@@ -21,7 +21,7 @@ STEPS = 8
 ROWS = 4
 T = 65
 V = 211
-# adam_eps above the rounding of gradients near 0, which AdamW would otherwise turn into whole steps
+# eps above the rounding of gradients near 0, which AdamW would otherwise turn into whole steps
 # of lr, each run its own
 BASE = dict(
     model_size="tiny",
@@ -33,7 +33,7 @@ BASE = dict(
     vocab_size=V,
     global_batch_size=ROWS,
     batch_size=1,
-    adam_eps=1e-6,
+    adam=("eps=1e-6",),
 )
 
 
@@ -201,7 +201,7 @@ LEVERS = [
         attention_head_groups=2,
         loss="chunked",
     ),
-    dict(batch_size=2, offload_optimizer=True),
+    dict(batch_size=2, master_weights="host"),
     dict(batch_size=2, optimizer_in_backward=True, grad_clip=0),
 ]
 SMALL_STATES = [
@@ -263,12 +263,12 @@ def test_small_states_under_ranks_follow_those_of_one_process():
 
 SPARSE = dict(
     attention_type="nsa",
-    nsa=("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16"),
+    blocks=("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16"),
 )
 SPARSE_SETTINGS = [
     dict(batch_size=1),
     dict(batch_size=2, gradient_checkpointing="full", loss="chunked"),
-    dict(batch_size=2, nsa=(*SPARSE["nsa"], "kv=separate", "cmp_kind=mean")),
+    dict(batch_size=2, blocks=(*SPARSE["blocks"], "kv=separate", "cmp_kind=mean")),
 ]
 
 
@@ -303,7 +303,7 @@ def generated(world: dist.World, settings: list) -> list:
 
 
 def test_sharded_models_generate_what_one_process_does():
-    settings = [{}, SPARSE, SPARSE | dict(nsa=(*SPARSE["nsa"], "kv=separate"))]
+    settings = [{}, SPARSE, SPARSE | dict(blocks=(*SPARSE["blocks"], "kv=separate"))]
     assert run_ranks(generated, 2, settings) == [generated(dist.World(), settings)] * 2
 
 

@@ -139,7 +139,7 @@ def test_flops_count_the_matrices_six_times_and_the_causal_pairs():
 
 @SPARSE
 def test_sparse_flops_count_each_matrix_as_often_as_it_works(sizes):
-    config = TrainConfig(model_size="tiny", attention_type="nsa", nsa=sizes).model()
+    config = TrainConfig(model_size="tiny", attention_type="nsa", blocks=sizes).model()
     with torch.device("meta"):
         decoder = kernels.decoder(config)
     assert decoder.num_params() == config.num_params()

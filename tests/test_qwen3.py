@@ -329,13 +329,6 @@ def test_loading_into_a_decoder_of_another_size_names_the_field(tmp_path):
         qwen3.load_into(kernels.decoder(small()), tmp_path)
 
 
-def test_loading_under_other_rotary_settings_warns(tmp_path):
-    saved(tmp_path, rope_parameters=dict(rope_type="default", rope_theta=5e6))
-    decoder = kernels.decoder(dataclasses.replace(qwen3.from_hf(tmp_path).config, rope_theta=1e6))
-    with pytest.warns(UserWarning, match="rope_theta=5000000.0; this model uses 1000000.0"):
-        qwen3.load_into(decoder, tmp_path)
-
-
 def load_sharded(world, folder: str) -> dict[str, torch.Tensor]:
     """The whole weights of a decoder that FSDP2 shards over `world` and that load_into fills."""
     from longhaul import dist

@@ -222,7 +222,7 @@ def test_long_soft_responses_follow_from_short_ones(changes):
             changed(
                 model_overrides=("num_layers=1",),
                 dtype="bf16",
-                offload_optimizer=True,
+                master_weights="host",
                 device="auto",
             ),
             1,

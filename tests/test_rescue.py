@@ -18,7 +18,7 @@ from longhaul.run.rescue import (
     BUSY,
     LEAVING,
     Rescue,
-    slow_micro_batch,
+    slow_stop,
 )
 from tests.ranks import run_ranks
 
@@ -72,10 +72,12 @@ def test_the_timeout_that_is_named_lets_the_micro_batch_end(micro_batch, save):
 
 
 def test_a_micro_batch_for_which_torchrun_would_not_wait_is_warned_of():
-    assert slow_micro_batch(60, 0, "a step", {}) is None
-    assert slow_micro_batch(9, 0, "a step", UNDER_TORCHRUN) is None
-    said = slow_micro_batch(60, 0, "a step", UNDER_TORCHRUN)
+    assert slow_stop(60, 0, "a step", {}) is None
+    assert slow_stop(9, 0, "a step", UNDER_TORCHRUN) is None
+    said = slow_stop(60, 0, "a step", UNDER_TORCHRUN)
     assert "so a stop loses a step: put TORCH_ELASTIC_SHUTDOWN_TIMEOUT=180 in front" in said
+    said = slow_stop(0.1, 31, "a step", UNDER_TORCHRUN)
+    assert "a save of 31.0 s" in said and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=70 in front" in said
 
 
 @pytest.mark.parametrize(
@@ -144,27 +146,11 @@ def test_a_main_thread_that_other_ranks_need_is_let_through(rescue, monkeypatch)
     saves = []
     monkeypatch.setattr(rescue, "_exchange", exchange)
     monkeypatch.setattr(rescue, "_save", lambda: saves.append(rescue.state.step))
-    rescue.allowed = 0
+    rescue.guard.allowed = 0
     ended = threading.Event()
     threading.Thread(target=pass_through, daemon=True).start()
     assert ended.wait(2)
     assert not saves
-
-
-def test_what_happens_next_is_said_with_the_time_that_it_takes(rescue, guard):
-    finishing = "asked to stop: finishing this micro-batch"
-    again = ", then saving; again to leave at once"
-    with rescue.over(STATE, {}):
-        assert rescue._acknowledgement() == finishing + again
-        guard.began = time.monotonic()
-        guard.micro_batch_seconds = 8
-        assert rescue._acknowledgement() == f"{finishing} (about 8 s){again}"
-        guard.micro_batch_seconds = 60
-        assert rescue._acknowledgement() == (
-            "asked to stop: step 7 is saved now, since this micro-batch takes about 60 s more and "
-            "a launcher may kill the run in 30 s; again to leave at once"
-        )
-    assert rescue._acknowledgement() == f"{finishing} (about 60 s){again}"
 
 
 def test_a_rescue_is_left_to_the_main_thread_that_stops_between_two_micro_batches(rescue):

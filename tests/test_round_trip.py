@@ -22,11 +22,11 @@ from data.dataset import Dataset
 from data.load_tokenizer import hash_of_ids, load_tokenizer
 from data.mixture import check_same_ids
 from longhaul import qwen3
+from longhaul.checkpoint import start
 from longhaul.checkpoint.load import has_other_ids, load_model, newest, verified
 from longhaul.checkpoint.save import save
 from longhaul.config import TrainConfig
 from longhaul.dist import World
-from longhaul.run import start
 from longhaul.step import TrainState
 from model import Decoder, ModelConfig
 from scripts import convert_qwen3, generate

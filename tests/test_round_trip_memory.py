@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from longhaul import dist, qwen3, step
+from longhaul.checkpoint import start
 from longhaul.checkpoint.format import model_config
 from longhaul.checkpoint.load import described, newest, stored_weights
 from longhaul.checkpoint.save import save
 from longhaul.config import TrainConfig
-from longhaul.run import start
 from model import Decoder
 from scripts.convert_qwen3 import export_hf, import_hf
 from tests.ranks import run_ranks

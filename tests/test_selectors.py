@@ -348,7 +348,7 @@ def test_flops_count_the_keys_read_and_the_scores():
         ("pooled", "stride=24", "kernel <= block"),
         ("pooled", "reduce=mean", "max or logsumexp"),
         ("standard", "count=8", "changes nothing of --attention_type standard"),
-        ("nsa", "count=8", "changes nothing of --attention_type nsa"),
+        ("nsa", "count=8", "'count=8': give name=value with a name of cmp_block"),
     ],
 )
 def test_a_wrong_size_is_one_line_that_names_the_flag(kind, blocks, words):

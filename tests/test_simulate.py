@@ -42,7 +42,7 @@ SETTINGS = [
     dict(context_length=1000, gradient_accumulation_steps=3, loss="chunked"),
     dict(attention_type="nsa"),
     dict(attention_type="nsa", gradient_checkpointing="full", context_length=3000),
-    dict(attention_type="nsa", nsa=("kv=separate", "cmp_kind=mean"), loss="standard"),
+    dict(attention_type="nsa", blocks=("kv=separate", "cmp_kind=mean"), loss="standard"),
     dict(
         vocab_size=1000,
         context_length=4096,

@@ -14,13 +14,14 @@ from safetensors.torch import load_file
 
 import train
 from longhaul import cli, dist, qwen3
+from longhaul.checkpoint import start
 from longhaul.checkpoint.load import described, newest
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.kinds import recorded
 from longhaul.memory import fit, plan
 from longhaul.parallel import apply
-from longhaul.run import preflight, start
+from longhaul.run import preflight
 from model import Decoder, ModelConfig
 from scripts import convert_qwen3, evaluate
 from tests.ranks import run_ranks
@@ -230,7 +231,9 @@ def test_a_longer_context_is_one_flag_and_says_what_the_positions_mean(
 def test_sparse_attention_starts_from_standard_weights_and_not_the_reverse(
     finished, data, tmp_path
 ):
-    sparse = "--attention_type nsa --nsa cmp_block=8 cmp_stride=4 sel_block=8 sel_count=4 window=16"
+    sparse = (
+        "--attention_type nsa --blocks cmp_block=8 cmp_stride=4 sel_block=8 sel_count=4 window=16"
+    )
     once = "--max_steps 1 --lr 0 --eval_every 0"
     trained(f"--init_from {finished} {sparse} {once}", data, tmp_path / "sparse")
     found = weights(tmp_path / "sparse")
@@ -241,7 +244,7 @@ def test_sparse_attention_starts_from_standard_weights_and_not_the_reverse(
     trained(f"--init_from {tmp_path / 'sparse'} {once} --seed 1", data, tmp_path / "again")
     assert_same_weights(weights(tmp_path / "again"), found)
 
-    again = settings(f"--init_from {tmp_path / 'sparse'} --nsa window=8")
+    again = settings(f"--init_from {tmp_path / 'sparse'} --blocks window=8")
     assert again.attention_type == "nsa"
     assert again.model().attention.window == 8
     assert again.model().attention.cmp_block == 8

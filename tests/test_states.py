@@ -63,9 +63,9 @@ def losses(steps, **changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(offload_optimizer=True),
+        dict(master_weights="host"),
         dict(optimizer_in_backward=True),
-        dict(offload_optimizer=True, optimizer_in_backward=True),
+        dict(master_weights="host", optimizer_in_backward=True),
     ],
     ids=str,
 )
@@ -79,10 +79,10 @@ def test_where_and_when_the_update_runs_changes_no_bit(changes):
 
 
 def test_slabs_change_no_bit(monkeypatch):
-    whole = build(offload_optimizer=True)
+    whole = build(master_weights="host")
     step.train_step(whole, batch(0))
     monkeypatch.setattr(staging, "SLAB", 1000)
-    slabs = build(offload_optimizer=True)
+    slabs = build(master_weights="host")
     step.train_step(slabs, batch(0))
     assert len(staging.slabs(slabs.model.embed.weight)) > 3
     assert all(
@@ -311,7 +311,7 @@ KINDS = [
     dict(optimizer="adamw_bf16"),
     dict(optimizer="adamw_8bit"),
     dict(optimizer="muon"),
-    dict(offload_optimizer=True, dtype="bf16"),
+    dict(master_weights="host", dtype="bf16"),
     dict(master_weights="none", dtype="bf16"),
     dict(optimizer="adamw_8bit", master_weights="none", dtype="bf16"),
 ]
@@ -348,7 +348,7 @@ def test_states_of_another_optimizer_are_refused(tmp_path):
         ({}, 8),
         (dict(optimizer="adamw_bf16"), 4),
         (dict(optimizer="adamw_8bit"), 2.13),
-        (dict(offload_optimizer=True), 12),
+        (dict(master_weights="host"), 12),
     ],
     ids=str,
 )
@@ -363,7 +363,7 @@ def test_state_bytes_are_what_is_said(kind, per_parameter):
 
 
 def test_bare_weights_are_in_the_compute_precision():
-    for changes in (dict(master_weights="none"), dict(offload_optimizer=True)):
+    for changes in (dict(master_weights="none"), dict(master_weights="host")):
         state = build(dtype="bf16", **changes)
         step.train_step(state, batch(0))
         assert {p.dtype for p in state.model.parameters()} == {torch.bfloat16}
@@ -379,12 +379,8 @@ def test_bare_weights_are_in_the_compute_precision():
             "each rank decides for its own shard",
         ),
         (
-            dict(offload_optimizer=True, optimizer="adamw_8bit"),
-            "--offload_optimizer keeps fp32 moments",
-        ),
-        (
-            dict(offload_optimizer=True, master_weights="none", dtype="bf16"),
-            "drop --master_weights none",
+            dict(master_weights="host", optimizer="adamw_8bit"),
+            "--master_weights host keeps fp32 moments",
         ),
     ],
 )

@@ -38,10 +38,9 @@ def trained_plainly() -> tuple[torch.nn.Module, list[float]]:
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [dict(params=matrices), dict(params=vectors, weight_decay=0.0)]
-    betas = (CFG.beta1, CFG.beta2)
-    optimizer = torch.optim.AdamW(
-        groups, betas=betas, eps=CFG.adam_eps, weight_decay=CFG.weight_decay
-    )
+    adam = CFG.adam_numbers()
+    betas = (adam.beta1, adam.beta2)
+    optimizer = torch.optim.AdamW(groups, betas=betas, eps=adam.eps, weight_decay=CFG.weight_decay)
 
     losses = []
     for number in range(STEPS):

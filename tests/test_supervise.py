@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from base import durable, tensors
 from base.tensors import Later, write_tensors
 from longhaul import dist, exits, step
-from longhaul.checkpoint.save import Saver, size_of, slow_shutdown
+from longhaul.checkpoint.save import Saver, size_of
 from longhaul.config import TrainConfig
 from longhaul.exits import StorageError
 from longhaul.run.guard import Guard, Lock, Signals
@@ -267,14 +267,6 @@ def test_a_checkpoint_that_does_not_read_back_is_set_aside_and_written_again(
     Saver(tmp_path, dist.World(), 2, False, 0, lambda line: None).save(state, {})
     assert load.latest(tmp_path).step == 1 and (tmp_path / "step-00000001.corrupt").exists()
     assert "DAMAGED CHECKPOINT" in capsys.readouterr().out
-
-
-def test_a_launcher_that_would_kill_a_save_is_warned_of():
-    assert slow_shutdown(31, {}) is None
-    assert slow_shutdown(29, {"TORCHELASTIC_RUN_ID": "x"}) is None
-    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=70 in front" in slow_shutdown(
-        31, {"TORCHELASTIC_RUN_ID": "x"}
-    )
 
 
 @pytest.mark.parametrize("text", ["5m", "abc", "-1", "nan", "1e3"])

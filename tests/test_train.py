@@ -246,7 +246,7 @@ def test_a_run_resumed_on_another_number_of_ranks_keeps_its_batch_and_its_order(
 
 def test_a_sparse_run_resumes_bit_for_bit_and_generates(data, tmp_path, capsys):
     sparse = (
-        "--attention_type nsa --nsa cmp_block=8 cmp_stride=4 sel_block=8 sel_count=4 window=16 "
+        "--attention_type nsa --blocks cmp_block=8 cmp_stride=4 sel_block=8 sel_count=4 window=16 "
         "kv=separate --schedule constant --save_every 2 --eval_every 2"
     )
     for out, stops in (("whole", ["4"]), ("parts", ["2", "4"])):
@@ -261,7 +261,7 @@ def test_a_sparse_run_resumes_bit_for_bit_and_generates(data, tmp_path, capsys):
     )
     assert "changed since the checkpoint: max_steps 2 -> 4" in capsys.readouterr().out
     assert "nsa.window: recorded 16, now 32" in refusal(
-        command(data, tmp_path / "whole", sparse, "--nsa window=32 --max_steps 4"), capsys
+        command(data, tmp_path / "whole", sparse, "--blocks window=32 --max_steps 4"), capsys
     )
     flags = f"--checkpoint {tmp_path / 'whole'} --max_new_tokens 5 --device cpu"
     generate_script.main([*flags.split(), "--prompt", "import torch, and then " * 9])
@@ -317,15 +317,15 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(data, tmp_
         (["--resume", "/nonexistent"], "is not a readable checkpoint"),
         (["--dp_replicate", "2"], "--dp_replicate 2 does not divide 1 rank(s): choose from [1]"),
         (["--model_overrides", "compute_dtype=float16"], "use the flag --dtype"),
-        (["--beta1", "1"], "--beta1 1.0 is out of range"),
-        (["--adam_eps", "-1"], "--adam_eps -1.0 is out of range: give a number above 0"),
+        (["--adam", "beta1=1"], "--adam beta1=1.0 is out of range"),
+        (["--adam", "eps=-1"], "--adam eps=-1.0 is out of range: give a number above 0"),
         (
-            ["--attention_type", "nsa", "--nsa", "window=0"],
+            ["--attention_type", "nsa", "--blocks", "window=0"],
             "NSAConfig: given window=0; allowed: window an integer >= 1; remedy: change window",
         ),
         (
-            ["--attention_type", "nsa", "--nsa", "windows=9"],
-            "--nsa 'windows=9': give name=value with a name of cmp_block, cmp_stride, sel_block",
+            ["--attention_type", "nsa", "--blocks", "windows=9"],
+            "--blocks 'windows=9': give name=value with a name of cmp_block, cmp_stride, sel_block",
         ),
         (["--model_overrides", "attention=1"], "use the flag --attention_type"),
         (["--init_from", "/nonexistent"], "name a folder with a Hugging Face Qwen3 model"),
@@ -496,17 +496,17 @@ def test_settings_without_effect_are_named(data, tmp_path, capsys):
         command(
             data,
             tmp_path / "run",
-            "--max_steps 1 --decay_fraction 0.5 --context_parallel_mode ulysses",
+            "--max_steps 1 --schedule wsd:0.5 --context_parallel_mode ulysses",
         )
     )
     out = capsys.readouterr().out
     assert (
-        "warning: --decay_fraction 0.5 has no effect" in out
+        "warning: --schedule wsd:0.5:0.1 has no effect" in out
         and "warning: --context_parallel_mode ulysses has no effect" in out
     )
     assert "warning: the run ends inside the warmup, at 50% of the peak learning rate" in out
     assert "settings that differ from the defaults" in out
-    assert "max_steps=1, warmup_steps=2, decay_fraction=0.5\n" in out
+    assert "max_steps=1, schedule='wsd:0.5:0.1', warmup_steps=2\n" in out
 
 
 def test_a_vocabulary_larger_than_the_tokenizers_trains_and_samples(data, tmp_path):

@@ -41,7 +41,7 @@ CONFIGURATIONS = (  # importance, model, tokens, what differs from the defaults,
         32_768,
         FULL
         | dict(
-            offload_activations=True, mlp_tiles=16, attention_head_groups=8, offload_optimizer=True
+            offload_activations=True, mlp_tiles=16, attention_head_groups=8, master_weights="host"
         ),
         90,
     ),

@@ -341,7 +341,7 @@ def copied(plan: planner.Plan, place: Place):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     decoder = step.build(
-        dataclasses.replace(plan.cfg, offload_optimizer=False), plan.config, place.device
+        dataclasses.replace(plan.cfg, master_weights="fp32"), plan.config, place.device
     ).model
     with place.device:
         model = Qwen3ForCausalLM(Qwen3Config(**qwen3.hf_config(decoder)))

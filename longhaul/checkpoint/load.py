@@ -6,7 +6,6 @@ hashes that were written. A checkpoint that fails this check is renamed `.corrup
 
 import functools
 import hashlib
-from collections.abc import Set
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ from longhaul.checkpoint.format import (
     OtherSettings,
     Shard,
     StoredFile,
-    check_model,
+    check_held,
     checked,
     checkpoint_errors,
     fresh_state,
@@ -41,14 +40,12 @@ from model import Decoder
 
 
 def verified(folder: Path) -> Checkpoint:
-    """The checkpoint in `folder`, once its manifest and the presence, size, hashes and header of
-    every file were checked; CheckpointError names the file and the block that are wrong.
+    """The checkpoint in `folder`, once its manifest and the presence, size and hashes of every file
+    were checked; CheckpointError names the file and the block that are wrong.
     """
     checkpoint = described(folder)
     for name, recorded in checkpoint.files.items():
         _verify_file(folder / name, recorded)
-        with checkpoint_errors(folder):
-            _check_header(folder / name, recorded)
     return checkpoint
 
 
@@ -87,19 +84,6 @@ def _verify_file(path: Path, recorded: StoredFile):
         raise CheckpointError(
             f"{path} is damaged in 64 MiB block(s) {damaged}: use another checkpoint"
         )
-
-
-def _check_header(path: Path, recorded: StoredFile):
-    """ValueError unless the file holds the shards that the manifest says; reads only the header."""
-    with opened(path) as source:
-        for name in recorded.ranges.keys() - set(source.keys()):
-            raise ValueError(f"{path.name} lacks {name[:80]!r}")
-        for name, (start, end) in recorded.ranges.items():
-            expected = [end - start, *recorded.shapes[name][1:]]
-            if source.get_slice(name).get_shape() != expected:
-                raise ValueError(
-                    f"{path.name} holds {name[:80]!r} in another shape than the manifest says"
-                )
 
 
 # ---- finding
@@ -223,17 +207,20 @@ def load_model(
     as it is read.
     """
     given = {"compute_dtype": dtype, "kernels": kernels, "attention": attention}
-    overrides = {name: value for name, value in given.items() if value}
-    with checkpoint_errors(checkpoint.folder), torch.device("meta"):
-        model = decoder(model_config(checkpoint, **overrides))
-        named = model.named_parameters()
-        check_model(checkpoint, {f"model.{name}": tuple(p.shape) for name, p in named})
-
+    model = _skeleton(checkpoint, **{name: value for name, value in given.items() if value})
     if weights is not None:
         model.to(weights)
     model.to_empty(device=device)
     model.tie_weights()
     _read_into(named_shards(model), checkpoint)
+    return model
+
+
+def _skeleton(checkpoint: Checkpoint, **overrides) -> Decoder:
+    """The checkpoint's model on meta; CheckpointError unless the files hold all of it."""
+    with checkpoint_errors(checkpoint.folder), torch.device("meta"):
+        model = decoder(model_config(checkpoint, **overrides))
+        check_held(checkpoint, named_shards(model))
     return model
 
 
@@ -243,33 +230,23 @@ def stored_weights(checkpoint: Checkpoint) -> dict[str, Later]:
 
     CheckpointError unless the files hold all of them.
     """
-    with checkpoint_errors(checkpoint.folder), torch.device("meta"):
-        model = decoder(model_config(checkpoint))
-        shapes = {f"model.{name}": tuple(p.shape) for name, p in model.named_parameters()}
-        check_model(checkpoint, shapes)
-
-    dtypes = _stored_dtypes(checkpoint, shapes.keys())
     weights = {}
-    for name, shape in shapes.items():
-        read = functools.partial(_read_whole, checkpoint, name, dtypes[name])
-        weights[name.removeprefix("model.")] = Later(shape, dtypes[name], read)
+    dtypes = _stored_dtypes(checkpoint)
+    for name, parameter in _skeleton(checkpoint).named_parameters():
+        stored = f"model.{name}"
+        read = functools.partial(_read_whole, checkpoint, stored, dtypes[stored])
+        weights[name] = Later(tuple(parameter.shape), dtypes[stored], read)
     return weights
 
 
-def _stored_dtypes(checkpoint: Checkpoint, names: Set[str]) -> dict[str, torch.dtype]:
-    """The dtype of each of these tensors, from the headers; CheckpointError for one that no weight
-    has.
-    """
+def _stored_dtypes(checkpoint: Checkpoint) -> dict[str, torch.dtype]:
+    """The dtype of each weight, from the headers."""
     found = {}
     for file, recorded in checkpoint.files.items():
         with checkpoint_errors(checkpoint.folder), opened(checkpoint.folder / file) as source:
-            for name in recorded.ranges.keys() & names:
-                stored_as = source.get_slice(name).get_dtype()
-                if stored_as not in WEIGHTS:
-                    raise ValueError(f"{name} is stored as {stored_as}, no dtype of a weight")
-                if found.setdefault(name, stored_as) != stored_as:
-                    raise ValueError(f"{name} is stored as {found[name]} and as {stored_as}")
-    return {name: WEIGHTS[stored_as] for name, stored_as in found.items()}
+            for name in recorded.ranges:
+                found[name] = WEIGHTS.get(source.get_slice(name).get_dtype())
+    return found
 
 
 def _read_whole(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -294,8 +271,7 @@ def _read_whole(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.
 
 def check_weights(checkpoint: Checkpoint, model: Decoder):
     """ValueError unless the files hold the model's parameters whole, in their shapes."""
-    shapes = {name: shard.shape for name, shard in _stored_shards(checkpoint, model).items()}
-    check_model(checkpoint, shapes)
+    check_held(checkpoint, _stored_shards(checkpoint, model))
 
 
 def load_weights(model: Decoder, checkpoint: Checkpoint):
@@ -352,23 +328,11 @@ def _read_into(shards: dict[str, Shard], checkpoint: Checkpoint):
     """Copy what is held here from whichever files have it; CheckpointError unless all of it is
     found.
     """
-    lacking = [
-        name for name, shard in shards.items() if not checkpoint.holds(name, shard.start, shard.end)
-    ]
-    if lacking:
-        raise CheckpointError(
-            f"{checkpoint.folder} lacks parts of {len(lacking)} tensor(s), such as {lacking[0]}: "
-            "use another checkpoint"
-        )
-
+    with checkpoint_errors(checkpoint.folder):
+        check_held(checkpoint, shards)
     for file, recorded in checkpoint.files.items():
         with checkpoint_errors(checkpoint.folder), opened(checkpoint.folder / file) as source:
             for name in recorded.ranges.keys() & shards.keys():
-                if shards[name].shape != tuple(recorded.shapes[name]):
-                    raise ValueError(
-                        f"{name} has shape {recorded.shapes[name]}, but this run needs "
-                        f"{list(shards[name].shape)}"
-                    )
                 start, end = recorded.ranges[name]
                 _copy(shards[name], source.get_slice(name), start, end)
 

@@ -7,7 +7,6 @@ disk; one rename then makes the folder visible. Nothing that was saved before is
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -327,9 +326,6 @@ class Saver:
                 )
         if self.seconds is None:
             self.seconds = time.monotonic() - start
-            warning = slow_shutdown(self.seconds, os.environ)
-            if warning:
-                self.say(warning)
         self.say(f"saved {path}")
 
     def _reads_back(self, path: Path) -> bool:
@@ -344,16 +340,3 @@ class Saver:
                 damaged = True
                 set_aside(path, error)
         return not dist.any_rank(damaged, self.group)
-
-
-def slow_shutdown(seconds: float, environment: Mapping[str, str]) -> str | None:
-    """A warning if the launcher would kill a run before it has saved, which takes `seconds`."""
-    allowed = dist.launcher_patience(environment)
-    if "TORCHELASTIC_RUN_ID" not in environment or seconds < allowed:
-        return None
-    return (
-        f"warning: a save takes {seconds:.1f} s, and torchrun kills a run {allowed:g} s after "
-        "asking it to stop, so a stop loses all steps since the last save: put "
-        f"{dist.TIMEOUT}={dist.enough_seconds(0.0, seconds)} in front of the command, which "
-        "torchrun obeys from torch 2.12 on"
-    )

@@ -88,7 +88,9 @@ def offloaded_activations(cfg: TrainConfig) -> TrainConfig:
 def offloaded_optimizer(cfg: TrainConfig) -> TrainConfig:
     """Only AdamW with fp32 weights can update on the host; a CPU is its own host."""
     fp32_adamw = cfg.optimizer == "adamw" and cfg.master_weights == "fp32"
-    return dataclasses.replace(cfg, offload_optimizer=fp32_adamw and cfg.device != "cpu")
+    if not fp32_adamw or cfg.device == "cpu":
+        return cfg
+    return dataclasses.replace(cfg, master_weights="host")
 
 
 def head_groups(cfg: TrainConfig) -> TrainConfig:

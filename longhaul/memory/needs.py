@@ -200,7 +200,7 @@ def _copy_to_save(
     if not cfg.async_save:
         return 0
     on_host = ADAMW * cfg.model().num_params() // (ranks // cfg.dp_replicate)
-    return static + on_host if cfg.offload_optimizer and cfg.device != "cpu" else static
+    return static + on_host if cfg.master_weights == "host" and cfg.device != "cpu" else static
 
 
 def _host_bytes(
@@ -218,9 +218,9 @@ def _host_bytes(
         tokens = cfg.batch_size * cfg.row_tokens // cfg.context_ranks
         block = tokens * config.hidden_size * config.dtype.itemsize
         total += config.num_layers * (1 << (block - 1).bit_length())
-    if cfg.offload_optimizer:
+    if cfg.master_weights == "host":
         total += ADAMW * (config.num_params() // (ranks // cfg.dp_replicate))
-    if cfg.offload_optimizer or cfg.async_save:
+    if cfg.master_weights == "host" or cfg.async_save:
         total += PINNED
     return total
 
@@ -234,7 +234,7 @@ def at_least(cfg: TrainConfig, ranks: int = 1) -> int:
     if isinstance(cfg, PolicyConfig):
         size = weight * (1 + cfg.needs_reference + _has_own_reward(cfg))
     else:
-        moments = 2 * FP32 if cfg.optimizer == "adamw" and not cfg.offload_optimizer else 0
+        moments = 2 * FP32 if cfg.optimizer == "adamw" and cfg.master_weights != "host" else 0
         size = weight + moments + (0 if cfg.optimizer_in_backward else weight)
     return size * config.num_params() // (ranks // cfg.dp_replicate)
 

@@ -21,7 +21,12 @@ import torch
 from torch import Tensor
 
 from base.machine import platform
-from longhaul.parallel.parts import attention_part, attention_part_backward, merge_parts
+from longhaul.parallel.parts import (
+    attention_kernel,
+    attention_part,
+    attention_part_backward,
+    merge_parts,
+)
 
 MODES = ("auto", "ulysses", "gather_kv")
 
@@ -294,16 +299,15 @@ def _pieces_of_row(
 
 
 def choose_kernel(q_BtHK: Tensor, parts: list[Piece]) -> str:
-    """Either "cpu", "flash" (FlashAttention-2) or "cudnn", for the queries of these pieces.
+    """The kernel of the queries of these pieces: "cudnn", or one of `attention_kernel`.
 
     cuDNN is 1.7 to 2.3 times as fast as FlashAttention-2 on Hopper, by published measurements, but
     builds a plan for each new shape. So it serves rows of one document only, whose pieces have the
     same shapes in every step.
     """
-    if platform().device(q_BtHK).type != "cuda":
-        return "cpu"
-    whole_rows = parts[0].rows == slice(None)
-    return "cudnn" if whole_rows and platform().prefers_cudnn(q_BtHK) else "flash"
+    if parts[0].rows == slice(None) and platform().prefers_cudnn(q_BtHK):
+        return "cudnn"
+    return attention_kernel(q_BtHK)
 
 
 def gathered_attention(

@@ -31,7 +31,6 @@ OF_PRETRAINING = frozenset(
         "context_parallel_size",
         "context_parallel_mode",
         "evals",
-        "eval_lengths",
         "fit",
     }
 )

@@ -164,8 +164,6 @@ class Guard:
         self.step: int | None = None  # the last step that was done
         self.heartbeat: heartbeat.Heartbeat | None = None
         self.decisions = None  # the process group of `must_stop`
-        self.micro_batch_seconds: float | None = None  # as measured in the last step
-        self.began = time.monotonic()  # the micro-batch that is under way
         self.saved_at = time.monotonic()
         self.save_due = False  # as of the last `must_stop`, the same on all ranks
 
@@ -232,20 +230,13 @@ class Guard:
             votes += SAVE_DUE
         votes = dist.sum_over_ranks(votes, self.decisions)
         self.save_due = votes >= SAVE_DUE
-        self.began = time.monotonic()
         if self.heartbeat is not None:
-            self.heartbeat.micro_batch_begins(self.micro_batch_seconds or 0.0)
+            self.heartbeat.micro_batch_begins()
         return votes % SAVE_DUE > 0
 
     def _save_is_due(self) -> bool:
         waited = time.monotonic() - self.saved_at
         return waited >= SAVE_SECONDS
-
-    def seconds_left(self) -> float | None:
-        """Until the micro-batch under way ends, if it takes as long as those of the last step."""
-        if self.micro_batch_seconds is None:
-            return None
-        return max(0.0, self.micro_batch_seconds - (time.monotonic() - self.began))
 
     def preempted(self) -> exits.Halt:
         """The halt of a run that was asked to stop and has saved; deletes the STOP file."""

@@ -63,10 +63,11 @@ class Heartbeat:
         self.asked.set()
         self.when_asked()
 
-    def micro_batch_begins(self, usual_seconds: float):
-        """This rank is not stuck; a micro-batch usually takes `usual_seconds`."""
-        self.begun = time.monotonic()
-        self.say_at = self.begun + max(STUCK, 3 * usual_seconds)
+    def micro_batch_begins(self):
+        """This rank is not stuck; it may take three times as long as the last micro-batch did."""
+        now = time.monotonic()
+        self.say_at = now + max(STUCK, 3 * (now - self.begun))
+        self.begun = now
 
     def close(self):
         """Stop beating; from now on nobody should wait for this rank."""

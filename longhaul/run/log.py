@@ -222,10 +222,7 @@ class Logger:
         if len(found) > 1:
             figures |= {f"loss/{one.name}": one.loss for one in found}
 
-        named = {f"validation_{name}": value for name, value in figures.items()}
-        record = {"step": step} | named | {"validation_tokens": tokens, "time": time.time()}
-        self._append(record)
-        self.scalars(step, {f"validation/{name}": value for name, value in figures.items()})
+        self._write_figures(step, "validation", figures, {"validation_tokens": tokens})
         self.say(f"step {step}: validation loss {loss:.4f} nats over {tokens:,} tokens")
         if len(found) > 1:
             of_each = ", ".join(f"{one.name} {one.loss:.4f}" for one in found)
@@ -235,11 +232,14 @@ class Logger:
         """Report other figures of a validation: a line of metrics.jsonl, the scalars, a line."""
         if not self.active:
             return
-        named = {f"{name}_{key}": value for key, value in found.items()}
-        self._append({"step": step} | named | {"time": time.time()})
-        self.scalars(step, {f"{name}/{key}": value for key, value in found.items()})
+        self._write_figures(step, name, found, {})
         words = ", ".join(f"{key} {value:.4g}" for key, value in found.items())
         self.say(f"step {step}: {name}: {words}")
+
+    def _write_figures(self, step: int, name: str, found: dict[str, float], more: dict):
+        named = {f"{name}_{key}": value for key, value in found.items()}
+        self._append({"step": step} | named | more | {"time": time.time()})
+        self.scalars(step, {f"{name}/{key}": value for key, value in found.items()})
 
     def evaluation(self, step: int, report: Report):
         """Report what else was measured: a line of eval.jsonl, the scalars, lines on screen."""

@@ -36,19 +36,20 @@ ANSWERED = 2.0  # seconds within which the ranks answer, if they are all alive
 # ---- the warning
 
 
-def slow_micro_batch(
+def slow_stop(
     seconds: float, save_seconds: float, lost: str, environment: Mapping[str, str]
 ) -> str | None:
-    """A warning if torchrun would not wait for the end of a micro-batch, which takes `seconds`;
-    `lost` says what a stop then costs.
+    """A warning if torchrun would not wait for the end of a micro-batch, which takes `seconds`, and
+    for a save; `lost` says what a stop then costs.
     """
     allowed = dist.launcher_patience(environment)
     if "TORCHELASTIC_RUN_ID" not in environment or seconds <= dist.patience(allowed, save_seconds):
         return None
     enough = dist.enough_seconds(seconds, save_seconds)
+    saving = f" of {save_seconds:.1f} s" if save_seconds else ""
     return (
         f"warning: a micro-batch takes {seconds:.0f} s, and torchrun kills a run {allowed:g} s "
-        f"after asking it to stop, with the save in between, so a stop loses {lost}: put "
+        f"after asking it to stop, with a save{saving} in between, so a stop loses {lost}: put "
         f"{dist.TIMEOUT}={enough} in front of the command, which torchrun obeys from torch 2.12 on"
     )
 
@@ -70,7 +71,6 @@ class Rescue:
         self.saver = saver
         self.flush_log = flush_log
         self.world = guard.world
-        self.allowed = guard.allowed
         self.store = None
         if self.world.size > 1:
             self.store = dist.connect_to_store(timeout=timedelta(seconds=10 * ANSWERED))
@@ -121,30 +121,14 @@ class Rescue:
         if self.closed.is_set():
             return
         if self.world.rank == 0:
-            print(f"\n{self._acknowledgement()}", file=sys.stderr, flush=True)
-        self.closed.wait(self._patience())
-        self._save_or_leave()
-
-    def _acknowledgement(self) -> str:
-        """What happens next, for the person who asked."""
-        left = self.guard.seconds_left()
-        state = self.state
-        if state is not None and left is not None and self._patience() == 0:
-            return (
-                f"asked to stop: step {state.step} is saved now, since this micro-batch takes "
-                f"about {left:.0f} s more and a launcher may kill the run in {self.allowed:g} s; "
-                "again to leave at once"
+            print(
+                "\nasked to stop: finishing this micro-batch, or giving it up if it takes too "
+                "long, then saving; again to leave at once",
+                file=sys.stderr,
+                flush=True,
             )
-        about = f" (about {left:.0f} s)" if left and left >= 1 else ""
-        return (
-            f"asked to stop: finishing this micro-batch{about}, then saving; again to leave at once"
-        )
-
-    def _patience(self) -> float:
-        """Seconds to wait for the end of the micro-batch; none if it is known to take longer."""
-        longest = dist.patience(self.allowed, self.saver.seconds or 0.0)
-        left = self.guard.seconds_left()
-        return 0.0 if left is not None and left > longest else longest
+        self.closed.wait(dist.patience(self.guard.allowed, self.saver.seconds or 0.0))
+        self._save_or_leave()
 
     def _save_or_leave(self):
         """Try to save until it works, which ends the process, or until all ranks leave."""

@@ -19,7 +19,7 @@ import torch
 
 from base.machine import deterministic, peak_memory_gib
 from longhaul import cli, dist, exits, step
-from longhaul.checkpoint import load, resume
+from longhaul.checkpoint import load, resume, start
 from longhaul.checkpoint.save import Saver
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
@@ -33,13 +33,12 @@ from longhaul.memory.watch import (
     report,
     warning,
 )
-from longhaul.run import start
 from longhaul.run.guard import Guard
 from longhaul.run.health import Health
 from longhaul.run.log import Logger
 from longhaul.run.preflight import Ready, Rows, preflight, training_rows
 from longhaul.run.pretraining import Batches, Source
-from longhaul.run.rescue import Rescue, slow_micro_batch
+from longhaul.run.rescue import Rescue, slow_stop
 from longhaul.step import MustStop, StepResult, TrainState
 from longhaul.vocab.loss import choose_kernels
 
@@ -335,7 +334,7 @@ class Run:
         state.data = self.ready.loader.state(state.step)
         seen = Step(result, loss, loaded, state.tokens - tokens, end - start)
         self._report(seen)
-        self._time((end - computing) / len(batch))
+        self._warn_of_stops((end - computing) / len(batch))
         return True
 
     def _kernels(self) -> contextlib.AbstractContextManager:
@@ -347,19 +346,16 @@ class Run:
         if self.state.step + 1 < self.ready.last_step:
             self.batches.load(self.state.step + 1)
 
-    def _time(self, seconds: float):
-        """Note how long a micro-batch takes; warn once if a launcher would not wait for its end
+    def _warn_of_stops(self, seconds: float):
+        """Warn once if a launcher would not wait for the end of a micro-batch of so many seconds
         and, from the first save on, for another save.
         """
-        self.guard.micro_batch_seconds = seconds
-        if not self.warned_of_stops:
-            self._warn_of_stops(seconds)
-
-    def _warn_of_stops(self, seconds: float):
+        if self.warned_of_stops:
+            return
         lost = "the step under way"
         if self.cfg.optimizer_in_backward:
             lost = "all steps since the last save"
-        warning = slow_micro_batch(seconds, self.saver.seconds or 0.0, lost, os.environ)
+        warning = slow_stop(seconds, self.saver.seconds or 0.0, lost, os.environ)
         if warning:
             self.log.say(warning)
             self.warned_of_stops = True

@@ -207,11 +207,12 @@ def changed_settings(trials: int, folder: Path) -> str:
     """Row 24."""
     source, out = runs.dataset(folder / "data"), folder / "run"
     extended(folder, source, "run", [(1, 3, [])])
-    new = ["--lr", "0.02", "--beta1", "0.5"]
+    new = ["--lr", "0.02", "--adam", "beta1=0.5"]
     args = runs.arguments(source, out, *CONSTANT, *new, "--max_steps", "6")
     refused = runs.finish(args, folder / "refused", 2)
     require(
-        "--lr: recorded 0.0003, now 0.02, --beta1: recorded 0.9, now 0.5" in refused.last_line(),
+        "--lr: recorded 0.0003, now 0.02, --adam: recorded [], now ['beta1=0.5']"
+        in refused.last_line(),
         refused.last_line(),
     )
     require("--resume" in refused.last_line(), "the remedy is not named")
@@ -231,7 +232,7 @@ def changed_settings(trials: int, folder: Path) -> str:
     )
     require(
         "changed since the checkpoint: lr 0.0003 -> 0.02" in applied.words()
-        and "beta1 0.9 -> 0.5" in applied.words(),
+        and "adam [] -> ['beta1=0.5']" in applied.words(),
         "not said",
     )
     rates = [json.loads(line)["lr"] for line in (out / "metrics.jsonl").read_text().splitlines()]

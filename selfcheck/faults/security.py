@@ -15,7 +15,7 @@ from base.tensors import read_tensors
 from data.dataset import open_dataset
 from longhaul import qwen3
 from longhaul.checkpoint.format import checksum
-from longhaul.checkpoint.load import verified
+from longhaul.checkpoint.load import load_model, verified
 from scripts import convert_qwen3, evaluate, generate
 from selfcheck.faults import data as data_rows
 from selfcheck.faults import readers, runs
@@ -126,7 +126,7 @@ def _under_good_names(folder: Path, mark: Path):
     (step / name).write_bytes(evil(mark))
     manifest["files"][name] |= durable.describe(step / name)
     (step / "manifest.json").write_text(json.dumps(manifest | {"checksum": checksum(manifest)}))
-    _raises(lambda: verified(step), UNOPENED)
+    _raises(lambda: load_model(verified(step)), UNOPENED)
 
 
 def _raises(function, *words: str):

@@ -239,14 +239,14 @@ def test_a_step_of_packed_rows_waits_for_the_device_once(attention, on_cuda, mon
 def test_an_update_on_the_host_waits_for_each_slab_of_gradients_and_copies_nothing_pageable(
     on_cuda,
 ):
-    waits, state = on_cuda(offload_optimizer=True)
+    waits, state = on_cuda(master_weights="host")
     parts = [slabs(p) for p in state.model.parameters()]
     assert state.optimizer.staging.waits == 2 * sum(map(len, parts))  # of two steps
     assert [line.startswith(FIGURES) for line in waits.lines] == [True]
 
 
 def test_an_update_on_the_host_in_the_backward_also_asks_whether_each_gradient_is_finite(on_cuda):
-    waits, state = on_cuda(offload_optimizer=True, **IN_BACKWARD)
+    waits, state = on_cuda(master_weights="host", **IN_BACKWARD)
     finite = [line for line in waits.lines if line.startswith(FINITE)]
     assert len(finite) == len(list(state.model.parameters()))
     assert len(waits.lines) == len(finite) + 1

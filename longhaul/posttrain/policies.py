@@ -1,5 +1,8 @@
 """Where the batches of Intuitor come from, and what a run says of them. longhaul/run/pretraining.py
 has the same for pretraining.
+
+`ready` is a run that may begin (longhaul.run.preflight.Ready), `log` its longhaul.run.log.Logger:
+the folder that trains stands above this one.
 """
 
 import dataclasses
@@ -16,6 +19,7 @@ from data.mixture import Corpus
 from data.order import parse_ranges
 from data.prompts import Prompt, Prompts, read_prompt, require_fitting, require_one_length
 from longhaul import dist, step
+from longhaul.checkpoint import start
 from longhaul.exits import BAD_INPUT, Halt
 from longhaul.posttrain import grade, intuitor, reward, rollout
 from longhaul.posttrain.config import (
@@ -29,9 +33,6 @@ from longhaul.posttrain.intuitor import BY_ANSWER, Intuitor
 from longhaul.posttrain.policy import PolicyObjective
 from longhaul.posttrain.reward import RewardModel
 from longhaul.posttrain.rollout import Sampling
-from longhaul.run import start
-from longhaul.run.log import Logger
-from longhaul.run.preflight import Ready
 from longhaul.step import MicroBatch, MustStop, StepResult, TrainState
 from model import Decoder
 
@@ -109,7 +110,7 @@ def drawn_ids(dataset: Dataset) -> int:
 
 
 def frozen_source(
-    ready: Ready,
+    ready,
     what: str,
     named: str,
 ) -> dict[str, str]:
@@ -132,7 +133,7 @@ def frozen_source(
     return {what: str(folder.resolve()), f"{what}_sha256": found}
 
 
-def load_reference(ready: Ready, state: TrainState) -> tuple[Decoder, dict[str, str]]:
+def load_reference(ready, state: TrainState) -> tuple[Decoder, dict[str, str]]:
     """The frozen model that the policy began as, and what a checkpoint says of it."""
     named = ""
     if ready.checkpoint is not None:
@@ -147,7 +148,7 @@ def load_reference(ready: Ready, state: TrainState) -> tuple[Decoder, dict[str, 
 
 def load_reward(
     cfg: GradeConfig,
-    ready: Ready,
+    ready,
     state: TrainState,
 ) -> RewardModel:
     """The frozen reward model of --reward_checkpoint, sharded like the policy."""
@@ -167,7 +168,7 @@ class IntuitorSource:
 
     def __init__(
         self,
-        ready: Ready,
+        ready,
         state: TrainState,
         must_stop: MustStop,
     ):
@@ -210,7 +211,7 @@ class IntuitorSource:
             self.ready.world,
         )
 
-    def open(self, log: Logger):
+    def open(self, log):
         self.log = log
         log.say(intuitor.vocabulary_choice(self.ready.config.vocab_size, self.drawn))
         if self.reference is None:
@@ -274,7 +275,7 @@ class GradeSource:
 
     def __init__(
         self,
-        ready: Ready,
+        ready,
         state: TrainState,
         must_stop: MustStop,
     ):
@@ -295,7 +296,7 @@ class GradeSource:
         self.objective.advised = bool(ready.checkpoint and ready.checkpoint.source["advised"])
         state.objective = self.objective
 
-    def open(self, log: Logger):
+    def open(self, log):
         self.log = log
         log.say(grade.vocabulary_choice(self.ready.config.vocab_size, self.drawn))
         if self.cfg.eval_every and self.state.step == 0:
@@ -353,7 +354,7 @@ class GradeSource:
 
 
 def hard_rewards(
-    ready: Ready,
+    ready,
     model: Decoder,
     rewards: RewardModel,
     settings: GradeSettings,

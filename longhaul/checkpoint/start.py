@@ -37,7 +37,6 @@ COMPLETED = {
     "rope_theta",
     "rope_scaling",
     "attention_type",
-    "nsa",
     "blocks",
     "context_length",
 }
@@ -265,17 +264,16 @@ def _theta_of_schedule(settings: dict[str, Any]) -> float | None:
 def _attention_settings(settings: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
     """The folder's attention with its own settings, or the kind that is given."""
     kind = settings.get("attention_type", config.attention.name)
-    field = attention_kind(config).settings
-    if kind != config.attention.name or not field:
+    if kind != config.attention.name or not attention_kind(config).settings:
         return dict(attention_type=kind)
 
     theirs = config.attention
-    given = read_pairs(settings.get(field, ()), type(theirs), field)
+    given = read_pairs(settings.get("blocks", ()), type(theirs), "blocks")
     defaults = dataclasses.asdict(type(theirs)())
     sizes = dataclasses.asdict(theirs)
     changed = {name: value for name, value in sizes.items() if value != defaults[name]}
     pairs = [f"{name}={value}" for name, value in (changed | given).items()]
-    return {"attention_type": kind, field: tuple(pairs)}
+    return {"attention_type": kind, "blocks": tuple(pairs)}
 
 
 # ---- the weights
@@ -338,7 +336,7 @@ def check_same_ids(folder: Path, dataset: Dataset):
 def load_into(model: Decoder, start: Start):
     """Overwrite the parameters of a built model, sharded or whole, keeping their dtype."""
     if start.checkpoint is None:
-        qwen3.overwrite(model, start.folder)
+        qwen3.load_into(model, start.folder)
     else:
         load.load_weights(model, start.checkpoint)
 

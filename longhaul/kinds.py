@@ -349,22 +349,6 @@ WEIGHTLESS = tuple(
 )
 
 
-def add_attention(parser):
-    """The flags that say how a model of standard attention is read."""
-    parser.add_argument(
-        "--attention_type",
-        choices=WEIGHTLESS,
-        help="read a model of standard attention sparsely: by blocks of keys that are chosen so",
-    )
-    parser.add_argument(
-        "--blocks",
-        nargs="+",
-        default=(),
-        metavar="NAME=VALUE",
-        help="sizes of that attention, such as count=32 local=4",
-    )
-
-
 def read_with(config: ModelConfig, attention: str | None, blocks: Collection[str]) -> ModelConfig:
     """The same model read with another attention, of the sizes that the pairs `blocks` change.
 

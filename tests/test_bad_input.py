@@ -23,7 +23,7 @@ import profile_memory
 import train
 import verify_chunked_loss
 from base.flags import underscored
-from benchmarks import attention, levers, linear_ce, tokenize, vocab_loss
+from benchmarks import attention, levers, linear_ce, vocab_loss
 from benchmarks.gpu import command
 from data import prepare, recall, report, sums
 from scripts import (
@@ -80,7 +80,6 @@ DOORS = {
     "settings": (settings.main, ""),
     "gpu": (command.main, "--out {new}"),
     "levers": (levers.main, "--out {new}"),
-    "tokenize": (tokenize.main, ""),
     "losses": (vocab_loss.main, "--out {new}"),
     "kernels": (linear_ce.main, ""),
     "attention": (attention.main, ""),
@@ -501,8 +500,6 @@ gpu --only lss
 gpu --deadline -1
 levers --tokens 0
 levers --only plian
-tokenize --tokenizer /nonexistent
-tokenize --tokenizer {text}
 losses --cases 512
 losses --device gpu
 attention --dtypes fp8

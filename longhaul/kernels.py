@@ -68,7 +68,8 @@ def choose(config: ModelConfig) -> Ops:
         loss=functools.partial(mean_loss, config),
     )
     if isinstance(config.attention, NSAConfig):
-        ops = dataclasses.replace(ops, sparse=sparse_core(config), sparse_cache=NSAState)
+        cache = functools.partial(NSAState, kernels=kernels)
+        ops = dataclasses.replace(ops, sparse=sparse_core(config), sparse_cache=cache)
     return ops
 
 

@@ -54,8 +54,9 @@ LENGTHS = [130, 1, 69, 12, 188]  # of the documents of two rows of 200
 every_selector = pytest.mark.parametrize("sizes", SELECTORS.values(), ids=SELECTORS)
 
 
-def build(attention, seed: int = 1):
-    return kernels.decoder(ModelConfig.preset("tiny", attention=attention, **SHAPE), seed=seed)
+def build(attention, seed: int = 1, **settings):
+    config = ModelConfig.preset("tiny", attention=attention, **SHAPE | settings)
+    return kernels.decoder(config, seed=seed)
 
 
 def tokens(rows: int = 2, length: int = 200) -> torch.Tensor:
@@ -254,6 +255,19 @@ def test_decoding_equals_the_forward_however_the_prompt_is_cut(sizes):
     cache.rewind(141)
     again = decoder(x[:, 141:], cache=cache)
     assert (again - full[:, 141:]).abs().max() <= 1e-5 * full.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of Triton's interpreter
+@pytest.mark.parametrize("name", ["mean", *map(slow, sorted(SELECTORS.keys() - {"mean"}))])
+@torch.no_grad()
+def test_the_triton_kernels_decode_as_the_operators_of_torch(name):
+    pytest.importorskip("triton", reason="triton is not installed")
+    decoder = build(SELECTORS[name], num_layers=1)
+    fused = build(SELECTORS[name], num_layers=1, kernels="triton")
+    plain_cache, fused_cache = decoder.new_cache(2, 200), fused.new_cache(2, 200)
+    for part in tokens()[:, :173].split([171, 1, 1], dim=1):
+        want = decoder(part, cache=plain_cache)
+        assert (decoder(part, cache=fused_cache) - want).abs().max() <= 1e-5 * want.abs().max()
 
 
 def shared_loss(world, name: str, x: torch.Tensor) -> list[torch.Tensor]:

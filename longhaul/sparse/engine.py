@@ -37,7 +37,7 @@ from longhaul.sparse.tiles import (
     tile_backward,
     tile_forward,
 )
-from longhaul.sparse.triton import kernels_for
+from longhaul.sparse.triton import runs_triton
 
 # Pairs of a chunk, at least: their results take 16 MiB for 4 heads of 128 in bf16. A longer stream
 # has chunks of as many pairs as it has tokens: l pairs per block, whose tiles are full, and results
@@ -497,11 +497,9 @@ def block_sparse_attention(
     check_engine_dtype(q_BTHK)
     products = platform().product_dtype(q_BTHK)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.long()
-    triton = kernels_for(q_BTHK, k_BSGK, block, kernels)
-    if triton is not None:
-        return triton.block_triton_forward(
-            *(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn),
-            cu_seqlens,
-            block,
-        )
-    return block_sparse_forward(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, cu_seqlens, block, products)
+    inputs = q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, cu_seqlens, block
+    if runs_triton(q_BTHK, q_BTHK.shape[2] // k_BSGK.shape[2], block, kernels):
+        from longhaul.sparse.triton.blocks import block_triton_forward
+
+        return block_triton_forward(*inputs)
+    return block_sparse_forward(*inputs, products)

@@ -37,7 +37,7 @@ import torch
 import triton
 from torch import Tensor
 
-from longhaul.sparse.nsa.branches import BranchKV, Sizes
+from longhaul.sparse.nsa.branches import BranchKV, Sizes, stride_weights
 from longhaul.sparse.nsa.engine import attend, empty_gradients, save_call
 from longhaul.sparse.triton import blocks, stock
 from longhaul.sparse.triton.nsa_kernels import (
@@ -273,9 +273,6 @@ def choose(
     heads = min(call.G, max(1, most // len(tiles)))
     width = triton.next_power_of_2(columns)
     at_once = min(queries, max(1, CHOICE_NUMBERS // width))
-    per = cfg.sel_block // cfg.cmp_stride
-    spread = cfg.cmp_block // cfg.cmp_stride
-    offsets = per + spread - 1
     chosen = {
         "COUNT": cfg.sel_count,
         "INIT": cfg.sel_init,
@@ -308,9 +305,9 @@ def choose(
                     JB=call.tile.blocks,
                     STRIDE=cfg.cmp_stride,
                     SPAN=cfg.cmp_block,
-                    PER=per,
-                    SPREAD=spread,
-                    WEIGHTS=tuple(min(i + 1, spread, per, offsets - i) for i in range(offsets)),
+                    PER=cfg.per,
+                    SPREAD=cfg.spread,
+                    WEIGHTS=stride_weights(cfg),
                     **shared,
                 )
             launch(

@@ -36,7 +36,6 @@ BAGS = ("aten::embedding_bag", "aten::_embedding_bag", "aten::_embedding_bag_for
 # modules of the Triton twins of sparse attention, by how the names of their operators begin
 TWINS = {
     "longhaul::nsa_triton_": "longhaul.sparse.triton.nsa",
-    "longhaul::block_triton_": "longhaul.sparse.triton.blocks",
 }
 
 

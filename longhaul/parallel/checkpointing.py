@@ -32,7 +32,6 @@ ATTENTION_OPS = {
     "longhaul::index_loss",
     "longhaul::choose_blocks",
     "longhaul::block_sparse_forward",
-    "longhaul::block_triton_forward",
 }
 
 

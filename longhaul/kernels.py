@@ -242,9 +242,7 @@ def triton_sparse_core(config: ModelConfig, device: Device | None = None) -> Cal
     refusal = why_no_triton(config, device)
     if refusal:
         raise ValueError(refusal)
-    from longhaul.sparse.triton.nsa import nsa_attention as twin
-
-    return twin
+    return functools.partial(nsa_attention, fused=True)
 
 
 def takes_triton(config: ModelConfig) -> bool:

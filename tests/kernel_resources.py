@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from longhaul.sparse.nsa.decode import NSAState
+from longhaul.sparse.nsa import NSAState, nsa_attention
 from longhaul.sparse.triton import blocks, decode, nsa
 from model import NSAConfig
 
@@ -118,7 +118,7 @@ def sparse(capability: int, dtype: torch.dtype, K: int, sel_block: int) -> None:
     q = torch.zeros(1, T, 8, K, dtype=dtype, requires_grad=True)
     gates = torch.zeros(1, T, 8, 3, dtype=dtype)
     kv = [torch.zeros(1, n, 2, K, dtype=dtype) for n in (T, T, N, N, T, T)]
-    nsa.nsa_attention(q, *kv, gates, cfg).sum().backward()
+    nsa_attention(q, *kv, gates, cfg, fused=True).sum().backward()
 
     state = NSAState(cfg, 1, T, 2, K, dtype=dtype, kernels="torch")
     state.fused = True

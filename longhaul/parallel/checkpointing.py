@@ -28,7 +28,6 @@ ATTENTION_OPS = {
     "aten::_scaled_dot_product_cudnn_attention",
     "torch_attn::_varlen_attn",
     "longhaul::nsa_forward",
-    "longhaul::nsa_triton_paired_forward",
     "longhaul::index_loss",
     "longhaul::choose_blocks",
     "longhaul::block_sparse_forward",

@@ -108,6 +108,19 @@ class BranchKV(NamedTuple):
         return BranchKV(*(x.contiguous() for x in self))
 
 
+class Outputs(NamedTuple):
+    """Results of the forward; the backward reads all but o. The two of the compressed branch are
+    the Triton kernels', and empty otherwise.
+    """
+
+    o: Tensor  # [B, T, H, K]
+    o_cmp: Tensor
+    o_slc: Tensor
+    lse_cmp: Tensor  # [H * cmp_stride, B * N] fp32, natural, of the folded heads
+    lse_slc: Tensor  # [B, T, H] fp32, natural
+    block_idx: Tensor  # [B, T, G, n] int16 or int32, -1 = unused
+
+
 # ---- products and softmax
 
 

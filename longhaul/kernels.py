@@ -265,11 +265,10 @@ def why_no_triton(config: ModelConfig, device: Device | None) -> str | None:
         return f"kernels='triton': {error}: pip install triton, or choose kernels='auto' or 'torch'"
 
     sizes = config.attention
-    is_nsa = isinstance(sizes, NSAConfig)
-    block = sizes.sel_block if is_nsa else sizes.block
+    block = sizes.sel_block if isinstance(sizes, NSAConfig) else sizes.block
     group = config.num_heads // config.num_kv_heads
     device = device and torch.device(device)
-    return tiles.refusal(group, config.head_dim, config.dtype, block, device, stock=is_nsa)
+    return tiles.refusal(group, config.head_dim, config.dtype, block, device)
 
 
 # ---- the loss

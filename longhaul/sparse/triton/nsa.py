@@ -307,7 +307,7 @@ def forward(
     outputs: Outputs,
 ) -> None:
     """Fills the outputs. ValueError if the kernels do not run on the tensors."""
-    require(q, kv.k_slc, cfg.sel_block, stock=True)
+    require(q, kv.k_slc, cfg.sel_block)
     call = Call(q, kv.k_cmp, cu_seqlens, cfg)
     q = q.contiguous()
     gates = gates.contiguous()

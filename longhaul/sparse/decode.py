@@ -81,7 +81,7 @@ class BlockCache(LayerCache):
         free = self.free_blocks()
         if not free:
             return attend(q_BGMK, *(x.transpose(1, 2) for x in self.stored()))
-        if self.fused:
+        if self._is_fused(q_BGMK):
             from longhaul.sparse.triton.decode import attend_chosen
 
             position_1 = self.position_tensor()
@@ -91,6 +91,10 @@ class BlockCache(LayerCache):
         block = self.sizes.block
         end = (self.sizes.count - 1) * block + self.position % block + 1
         return attend(q_BGMK, k_BGLK[:, :, :end], v_BGLK[:, :, :end])
+
+    def _is_fused(self, q: Tensor) -> bool:
+        """Whether the Triton kernels attend, which have no gradients."""
+        return self.fused and not q.requires_grad
 
     def _chosen(self, scores_XN: Tensor, free: range) -> Tensor:
         """int64 [X, n]: the forced blocks, and the best of the free ones; the own one last.

@@ -152,7 +152,7 @@ class NSAState(BlockCache):
             self.variant(self.position)
         stored = [(self.whole_kv, (k, v)), *self._rings(inputs, rope)]
         q_BGMK = q_B1HK[:, 0].unflatten(1, (k.shape[2], -1))
-        if self.fused and not q_B1HK.requires_grad:
+        if self.clock is not None or self._is_fused(q_B1HK):
             attended = self._attend_fused(q_BGMK, gates_B1H3, stored, compressor)
         else:
             for ring, pair in stored:

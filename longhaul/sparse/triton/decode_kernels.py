@@ -76,7 +76,7 @@ def tile_kernel(
     if chosen_ptr is not None:
         block = tl.load(chosen_ptr + x * tl.num_programs(1) + i).to(tl.int64)
     s = block * SIZE + tl.arange(0, LP)
-    exists = (block >= 0) & (tl.arange(0, LP) < SIZE) & (s < keys)
+    exists = (s >= 0) & (tl.arange(0, LP) < SIZE) & (s < keys)
     seen = exists & (s > position - WINDOW) & (s * STRIDE + SPAN - 1 <= position)
     row = (x // G * keys + s) * G + x % G
 

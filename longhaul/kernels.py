@@ -68,7 +68,8 @@ def choose(config: ModelConfig) -> Ops:
         loss=functools.partial(mean_loss, config),
     )
     if isinstance(config.attention, NSAConfig):
-        ops = dataclasses.replace(ops, sparse=sparse_core(config), sparse_cache=NSAState)
+        cache = functools.partial(NSAState, kernels=kernels)
+        ops = dataclasses.replace(ops, sparse=sparse_core(config), sparse_cache=cache)
     return ops
 
 
@@ -241,9 +242,7 @@ def triton_sparse_core(config: ModelConfig, device: Device | None = None) -> Cal
     refusal = why_no_triton(config, device)
     if refusal:
         raise ValueError(refusal)
-    from longhaul.sparse.triton.nsa import nsa_attention as twin
-
-    return twin
+    return functools.partial(nsa_attention, fused=True)
 
 
 def takes_triton(config: ModelConfig) -> bool:
@@ -266,11 +265,10 @@ def why_no_triton(config: ModelConfig, device: Device | None) -> str | None:
         return f"kernels='triton': {error}: pip install triton, or choose kernels='auto' or 'torch'"
 
     sizes = config.attention
-    is_nsa = isinstance(sizes, NSAConfig)
-    block = sizes.sel_block if is_nsa else sizes.block
+    block = sizes.sel_block if isinstance(sizes, NSAConfig) else sizes.block
     group = config.num_heads // config.num_kv_heads
     device = device and torch.device(device)
-    return tiles.refusal(group, config.head_dim, config.dtype, block, device, stock=is_nsa)
+    return tiles.refusal(group, config.head_dim, config.dtype, block, device)
 
 
 # ---- the loss

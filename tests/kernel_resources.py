@@ -5,7 +5,8 @@
 prints a line of JSON per kernel for sm_90 and head dim 128, of Native Sparse Attention with
 selection blocks of 64 tokens.
 
-It runs one layer, forward and backward, and compiles each launch instead of running it.
+It runs one layer, forward and backward, and decodes a token; it compiles each launch instead of
+running it.
 """
 
 import json
@@ -21,7 +22,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from longhaul.sparse.triton import blocks, nsa
+from longhaul.sparse.nsa import NSAState, nsa_attention
+from longhaul.sparse.triton import blocks, decode, nsa
 from model import NSAConfig
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -46,7 +48,7 @@ def source_of(kernel, arguments: dict) -> ASTSource:
     for position, parameter in enumerate(kernel.params):
         name = parameter.name
         value = arguments[name]
-        if parameter.is_constexpr:
+        if parameter.is_constexpr or value is None:
             kinds[name] = "constexpr"
             constants[name] = value
             continue
@@ -105,7 +107,7 @@ def compiles(capability: int) -> Callable:
 def sparse(capability: int, dtype: torch.dtype, K: int, sel_block: int) -> None:
     """The kernels of Native Sparse Attention."""
     cfg = NSAConfig(sel_block=sel_block)
-    nsa.launch = blocks.launch = compiles(capability)
+    nsa.launch = blocks.launch = decode.launch = compiles(capability)
     nsa.require = lambda *_, **__: None
     blocks.PARTIAL_RESULT_NUMBERS = 2**24  # several parts
     for module in (nsa, blocks):
@@ -116,7 +118,14 @@ def sparse(capability: int, dtype: torch.dtype, K: int, sel_block: int) -> None:
     q = torch.zeros(1, T, 8, K, dtype=dtype, requires_grad=True)
     gates = torch.zeros(1, T, 8, 3, dtype=dtype)
     kv = [torch.zeros(1, n, 2, K, dtype=dtype) for n in (T, T, N, N, T, T)]
-    nsa.nsa_attention(q, *kv, gates, cfg).sum().backward()
+    nsa_attention(q, *kv, gates, cfg, fused=True).sum().backward()
+
+    state = NSAState(cfg, 1, T, 2, K, dtype=dtype, kernels="torch")
+    state.fused = True
+    state.length = T - 2
+    token, one = q[:, :1].detach(), kv[0][:, :1]
+    rope = [torch.zeros(1, 1, 1, K // 2)] * 2
+    state.decode((token, one, one, one, one, one, one, gates[:, :1]), rope, None)
 
 
 if __name__ == "__main__":

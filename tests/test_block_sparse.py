@@ -468,30 +468,20 @@ def test_the_planned_step_is_what_the_allocator_records(checkpointing, dtype, mo
 # ---- operators and bad input
 
 
-def test_the_operators_follow_the_rules_of_pytorch():
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_operators_follow_the_rules_of_pytorch(fused):
+    if fused:
+        pytest.importorskip("triton", reason="triton is not installed")
     (q, k, v), _, (do, dlse) = operands(T=20)
     generator = torch.Generator().manual_seed(1)
     chosen = torch.cat([choose(generator, 1, length, length, 2, 8, 5) for length in (9, 11)], 1)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    numbers = torch.tensor([0, 9, 20]), 8, torch.float32
+    numbers = torch.tensor([0, 9, 20]), 8, torch.float32, fused
     torch.library.opcheck(engine.block_sparse_forward, (*leaves, chosen, *numbers))
     with torch.no_grad():
         o, lse = engine.block_sparse_forward(q, k, v, chosen, *numbers)
         saved = (q, k, v, chosen, o, lse)
         torch.library.opcheck(engine.block_sparse_backward, (do, *saved, dlse, *numbers))
-
-
-def test_the_operators_of_the_kernels_follow_the_rules_of_pytorch():
-    blocks = pytest.importorskip("longhaul.sparse.triton.blocks", reason="triton is not installed")
-    (q, k, v), chosen, (do, dlse) = operands(T=20)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    chosen = torch.cat([chosen[:, :9], chosen[:, :11]], 1)
-    numbers = torch.tensor([0, 9, 20]), 8
-    torch.library.opcheck(blocks.block_triton_forward, (*leaves, chosen, *numbers))
-    with torch.no_grad():
-        o, lse = blocks.block_triton_forward(q, k, v, chosen, *numbers)
-        saved = (q, k, v, chosen, o, lse)
-        torch.library.opcheck(blocks.block_triton_backward, (do, *saved, dlse, *numbers))
 
 
 def test_kernels_that_cannot_serve_are_refused_by_name_and_left_out_by_default():

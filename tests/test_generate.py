@@ -3,6 +3,7 @@ scripts.evaluate as a user runs them.
 """
 
 import contextlib
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -85,26 +86,34 @@ def run_once(step, device):
     return step
 
 
-@pytest.mark.parametrize("start", [0, 7, 35])  # a compressed block has 8 tokens
-@pytest.mark.parametrize(
-    "attention_type, kv", [("standard", "shared"), ("nsa", "shared"), ("nsa", "separate")]
-)
+# a compressed block has 8 tokens; from the 33rd on, some blocks are not read
+STARTS = [("standard", "", 0), ("nsa", "shared", 0), ("nsa", "shared", 35), ("nsa", "separate", 7)]
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of Triton's interpreter
+@pytest.mark.parametrize("attention_type, kv, start", [*STARTS, slow("nsa", "separate", 35)])
 def test_steps_of_fixed_shapes_have_the_logits_of_plain_ones(attention_type, kv, start):
-    sparse = NSAConfig(8, 4, 8, 4, 1, 2, 11, kv=kv)
+    attention = Standard()
+    if attention_type == "nsa":
+        attention = NSAConfig(8, 4, 8, 4, 1, 2, 11, kv=kv)
     config = ModelConfig.preset(
         "tiny",
         vocab_size=64,
-        num_layers=2,
+        num_layers=1,
         init_std=0.2,
-        attention={"standard": Standard(), "nsa": sparse}[attention_type],
+        attention=attention,
     )
     decoder = kernels.decoder(config)
+    by_clock = decoder
+    if attention_type == "nsa":
+        pytest.importorskip("triton", reason="triton is not installed: no layer takes a clock")
+        by_clock = kernels.decoder(dataclasses.replace(config, kernels="triton"))
     for name, parameter in decoder.named_parameters():
         if name.endswith("_w2"):  # 0 at the start, so that compression would not depend on order
             torch.nn.init.normal_(parameter, std=0.3)
-    tokens = torch.randint(64, (1, 60), generator=torch.Generator().manual_seed(start))
+    tokens = torch.randint(64, (1, start + 9), generator=torch.Generator().manual_seed(start))
     plain = decoder.new_cache(1, 65)
-    fixed = decoder.new_cache(1, 65)
+    fixed = by_clock.new_cache(1, 65)
     with torch.no_grad():
         if start:
             decoder(tokens[:, :start], cache=plain)

@@ -16,11 +16,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from longhaul.clock import Clock
-from longhaul.sparse.decode import choose_by_clock, choose_stored, ordered_bits
 from longhaul.sparse.nsa import branches as nsa_branches
 from longhaul.sparse.nsa import decode as nsa_decode
 from longhaul.sparse.nsa import engine as nsa_engine
+from longhaul.sparse.nsa.selected import importance
 from model import (
     NSA_LEAST,
     Compressor,
@@ -579,7 +578,7 @@ def test_prefill_leaves_the_state_of_token_by_token_decoding(T, kv):
     assert torch.equal(token_by_token.turn_2Bl1K[:, :, centres], at_once.turn_2Bl1K[:, :, centres])
     if kv == "separate":
         assert torch.equal(token_by_token.win_2BwGK, at_once.win_2BwGK)
-    assert torch.allclose(token_by_token.cmp_2BGNK, at_once.cmp_2BGNK, rtol=0, atol=1e-6)
+    assert torch.allclose(token_by_token.cmp_2BNGK, at_once.cmp_2BNGK, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -603,17 +602,11 @@ def test_a_decoded_token_chooses_the_blocks_of_the_rule_ties_included(sizes):
         p_XN = torch.randint(1, 4, (2, N), generator=make).float() / 8  # few values: many ties
 
         state.length = t + 1
-        scores_XJ = nsa_decode.importance(p_XN, state.free_blocks(), cfg)
-        bits_XJ = ordered_bits(scores_XJ)
-        blocks = choose_stored(bits_XJ, state.block_J, state.rule, state.free_blocks())
+        free = state.free_blocks()
+        blocks = state._chosen(importance(p_XN, free.stop, state.sizes), free)
         want = select_blocks(p_XN, torch.tensor(t), cfg)
         assert torch.equal(blocks.sort().values, want.sort().values), t
         assert (blocks[:, -1] == t // cfg.sel_block).all()
-
-        scores_XJ = nsa_decode.importance(p_XN, range(len(state.block_J)), cfg)
-        clock = Clock(t, 1, 600, "cpu")
-        fixed = choose_by_clock(ordered_bits(scores_XJ), state.block_J, state.rule, clock)
-        assert torch.equal(fixed.sort().values, want.sort().values), t
 
 
 # ---- threads and modes

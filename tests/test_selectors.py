@@ -4,6 +4,7 @@ against their equations in float64.
 
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ from model import ModelConfig, Standard, document_boundaries
 from scripts import convert_qwen3
 from selfcheck.faults import runs
 from tests.ranks import run_ranks
-from tests.tiers import slow
+from tests.tiers import few_fast, slow
 
 ROOT = Path(__file__).parent.parent
 SMALL_KERNELS = dict(dense_below=0, kernel=8, stride=4)
@@ -50,12 +51,14 @@ SHAPE = dict(
     head_dim=16,
     ffn_size=96,
 )
+SHARED_HEADS = dict(num_heads=8, num_kv_heads=4)  # by up to four ranks
 LENGTHS = [130, 1, 69, 12, 188]  # of the documents of two rows of 200
 every_selector = pytest.mark.parametrize("sizes", SELECTORS.values(), ids=SELECTORS)
 
 
-def build(attention, seed: int = 1):
-    return kernels.decoder(ModelConfig.preset("tiny", attention=attention, **SHAPE), seed=seed)
+def build(attention, seed: int = 1, **settings):
+    config = ModelConfig.preset("tiny", attention=attention, **SHAPE | settings)
+    return kernels.decoder(config, seed=seed)
 
 
 def tokens(rows: int = 2, length: int = 200) -> torch.Tensor:
@@ -256,12 +259,26 @@ def test_decoding_equals_the_forward_however_the_prompt_is_cut(sizes):
     assert (again - full[:, 141:]).abs().max() <= 1e-5 * full.abs().max()
 
 
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of Triton's interpreter
+@pytest.mark.parametrize("name", ["mean", *map(slow, sorted(SELECTORS.keys() - {"mean"}))])
+@torch.no_grad()
+def test_the_triton_kernels_decode_as_the_operators_of_torch(name):
+    pytest.importorskip("triton", reason="triton is not installed")
+    decoder = build(SELECTORS[name], num_layers=1)
+    fused = build(SELECTORS[name], num_layers=1, kernels="triton")
+    plain_cache, fused_cache = decoder.new_cache(2, 200), fused.new_cache(2, 200)
+    for part in tokens()[:, :173].split([171, 1, 1], dim=1):
+        want = decoder(part, cache=plain_cache)
+        assert (decoder(part, cache=fused_cache) - want).abs().max() <= 1e-5 * want.abs().max()
+
+
 def shared_loss(world, name: str, x: torch.Tensor) -> list[torch.Tensor]:
     """The loss of rows that the ranks share and a gradient, both summed over the ranks."""
     sizes = SELECTORS[name]
-    config = ModelConfig.preset("tiny", attention=sizes, **SHAPE)
+    config = ModelConfig.preset("tiny", attention=sizes, **SHAPE | SHARED_HEADS)
     run = dict(model_size="tiny", attention_type=sizes.name, dtype="fp32")
-    cfg = TrainConfig(**run, context_parallel_size=world.size)
+    heads = tuple(f"{name}={count}" for name, count in SHARED_HEADS.items())
+    cfg = TrainConfig(**run, context_parallel_size=world.size, model_overrides=heads)
     state = step.build(cfg, config, "cpu", world)
     loss = state.model(x[:, :-1], x[:, 1:], doc_ids=(torch.arange(200) >= 90).expand(2, -1))
     loss.backward()
@@ -271,14 +288,16 @@ def shared_loss(world, name: str, x: torch.Tensor) -> list[torch.Tensor]:
     return shares
 
 
-@pytest.mark.parametrize("name", ["bounds", *map(slow, sorted(SELECTORS.keys() - {"bounds"}))])
-def test_two_ranks_that_share_rows_give_the_loss_and_gradient_of_one(name):
+@pytest.mark.parametrize(
+    "ranks, name", few_fast(itertools.product((2, 4), sorted(SELECTORS)), 2 * len(SELECTORS))
+)
+def test_ranks_that_share_rows_give_the_loss_and_gradient_of_one(ranks, name):
     x = tokens(2, 201)
-    decoder = build(SELECTORS[name], seed=0)
+    decoder = build(SELECTORS[name], seed=0, **SHARED_HEADS)
     loss = decoder(x[:, :-1], x[:, 1:], doc_ids=(torch.arange(200) >= 90).expand(2, -1))
     loss.backward()
     want = decoder.layers[0].attention.k_proj.weight.grad
-    for shared, grad in run_ranks(shared_loss, 2, name, x):
+    for shared, grad in run_ranks(shared_loss, ranks, name, x):
         assert shared == pytest.approx(loss.item(), rel=2e-6)
         assert relative(grad, want.double()) <= 2e-5
 

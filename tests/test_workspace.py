@@ -7,6 +7,7 @@ from base.machine import deterministic, running_on
 from footprint import workspace
 from longhaul.memory.platforms import Bodies
 from longhaul.memory.workspace import Workspaces
+from longhaul.sparse.nsa import engine
 from longhaul.sparse.nsa.branches import Sizes
 from model import NSAConfig
 
@@ -46,9 +47,7 @@ def test_deterministic_sums_take_a_copy_of_dq_for_each_share_of_the_processors()
 def test_the_sparse_twin_takes_what_its_file_says_at_131072_tokens():
     """Beyond what it returns: results of a chunk of pairs, one KV head folded, dq, flash; and while
     all pairs are sorted by block, 20 bytes of each in the forward."""
-    attention = pytest.importorskip(
-        "longhaul.sparse.triton.nsa", reason="Triton cannot be imported"
-    )
+    pytest.importorskip("triton", reason="triton is not installed")
     cfg, T = NSAConfig(), 131_072
     N = cfg.compressed_blocks(T)
     keys = [meta(1, n, 8, 128) for n in (T, T, N, N, T, T)]
@@ -56,12 +55,12 @@ def test_the_sparse_twin_takes_what_its_file_says_at_131072_tokens():
     sizes = [getattr(cfg, name) for name in Sizes._fields]
 
     workspaces = Workspaces("cuda")
-    forward = workspaces(attention.nsa_triton_forward._opoverload, (*inputs, None, sizes), None)
+    forward = workspaces(engine.nsa_forward._opoverload, (*inputs, None, sizes, True), None)
     sorted_pairs = 20 * T * 8 * cfg.sel_count
     assert sorted_pairs < forward < 2.1 * sorted_pairs
 
     with running_on(Bodies("cuda")):
-        o, *saved = attention.nsa_triton_forward._init_fn(*inputs, None, sizes)
-    given = (o, *inputs, *saved, None, sizes)
-    backward = workspaces(attention.nsa_triton_backward._opoverload, given, None)
+        o, *saved = engine.nsa_forward._init_fn(*inputs, None, sizes, True)
+    given = (o, *inputs, *saved, None, sizes, True)
+    backward = workspaces(engine.nsa_backward._opoverload, given, None)
     assert 0.9e9 < backward < 1.8e9

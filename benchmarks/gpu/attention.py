@@ -264,9 +264,7 @@ def triton_nsa(cfg: NSAConfig) -> Way | str:
     """The Triton twin; of MEANS with the pooling inside, as fla's has it."""
     if not importlib.util.find_spec("triton"):
         return "not installed (pip install triton)"
-    from longhaul.sparse.triton import nsa as twin
-
-    way = sparse(twin.nsa_attention, cfg)
+    way = sparse(functools.partial(nsa_engine.nsa_attention, fused=True), cfg)
     return (
         replace(
             way,

@@ -24,6 +24,7 @@ from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.memory.simulate import fake_batch
 from longhaul.vocab import loss as vocab_loss
+from model import Decoder
 
 # Bytes of shared memory that a block of threads can have, by compute capability: CUDA's manual
 KIB = 1024
@@ -66,7 +67,9 @@ def into(folder: Path, capability: int) -> int:
 
 
 def compile_step(attention: str, tokens: int, capability: int) -> set[str]:
-    """The names of the kernels that forward and backward of one layer launched, now compiled."""
+    """The names of the kernels that forward, backward and decoding of one layer launched, now
+    compiled.
+    """
     cfg = TrainConfig(
         model_size="4B",
         attention_type=attention,
@@ -92,7 +95,17 @@ def compile_step(attention: str, tokens: int, capability: int) -> set[str]:
         with Bodies():
             step.gradients(state, fake_batch(cfg, 1))
             loss_tiles(tokens)
+            if attention == "nsa":
+                decode_token(state.model, tokens)
     return launched
+
+
+@torch.no_grad()
+def decode_token(model: Decoder, tokens: int) -> None:
+    """The kernels of a token that is decoded over a cache of so many."""
+    cache = model.new_cache(1, tokens)
+    cache.layers[0].length = tokens - 1
+    model(torch.zeros((1, 1), dtype=torch.int64, device="cpu"), cache=cache)
 
 
 def loss_tiles(tokens: int) -> None:

@@ -6,10 +6,6 @@ its launches, indexed attention) run on meta tensors under a tracker of their ow
 PyTorch are declared in footprint/workspace.py.
 """
 
-import functools
-import importlib
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -27,44 +23,17 @@ from longhaul.vocab import loss as vocab_loss
 from longhaul.vocab import statistics
 
 LOSS = (vocab_loss.vocab_nll, vocab_loss.vocab_nll_backward, vocab_loss.vocab_loss_one_pass)
-SPARSE = (engine.nsa_forward, engine.nsa_backward)
-BLOCKS = (blocks.block_sparse_forward, blocks.block_sparse_backward)
+# their document boundaries stay on the host with their values, because loops run over them
+SPARSE = (
+    engine.nsa_forward,
+    engine.nsa_backward,
+    blocks.block_sparse_forward,
+    blocks.block_sparse_backward,
+)
 CHOICE = (choose_operator, index_loss_operator)
 STATISTICS = (statistics.stats_op, statistics.stats_backward_op)
-OURS = {op._qualname: op for op in LOSS + SPARSE + BLOCKS + CHOICE + STATISTICS}
+OURS = {op._qualname: op for op in LOSS + SPARSE + CHOICE + STATISTICS}
 BAGS = ("aten::embedding_bag", "aten::_embedding_bag", "aten::_embedding_bag_forward_only")
-# modules of the Triton twins of sparse attention, by how the names of their operators begin
-TWINS = {
-    "longhaul::nsa_triton_": "longhaul.sparse.triton.nsa",
-    "longhaul::block_triton_": "longhaul.sparse.triton.blocks",
-}
-
-
-def is_ours(name: str) -> bool:
-    """Whether an operator has a Python body, which can be run."""
-    return name in OURS or name.startswith(tuple(TWINS))
-
-
-def is_sparse(name: str) -> bool:
-    """Whether it is sparse attention: its document boundaries stay on the host with their values,
-    because loops run over them.
-    """
-    if name in OURS:
-        return OURS[name] in SPARSE + BLOCKS
-    return name.startswith(tuple(TWINS))
-
-
-@functools.cache
-def body(name: str) -> Callable:
-    """What an operator of ours runs."""
-    if name in OURS:
-        return OURS[name]._init_fn
-    # imported when it is met: Triton may be absent, and takes time to import
-    twin = next(module for start, module in TWINS.items() if name.startswith(start))
-    for value in vars(importlib.import_module(twin)).values():
-        if getattr(value, "_qualname", None) == name:
-            return value._init_fn
-    raise KeyError(name)
 
 
 class Workspaces(KernelWorkspaces):
@@ -76,7 +45,7 @@ class Workspaces(KernelWorkspaces):
 
     def __call__(self, func, args, outputs) -> int:
         name = func._schema.name
-        if is_ours(name):
+        if name in OURS:
             key = name, str(tree_map(signature, args))
             if key not in self.known:
                 self.known[key] = self._inside(name, args) * self._streams_at_once(name, args)
@@ -86,7 +55,7 @@ class Workspaces(KernelWorkspaces):
 
     def _inside(self, name: str, args) -> int:
         """Bytes at the peak of the operator's body, without its inputs and its results."""
-        inputs_on_meta = _sparse_on_meta if is_sparse(name) else _on_meta
+        inputs_on_meta = _sparse_on_meta if OURS[name] in SPARSE else _on_meta
         platform = machine.running_on(Bodies(self.target))
         with unset_fake_temporarily(), torch.no_grad(), platform, _Inside(self) as tracker:
             inputs = tree_map(inputs_on_meta, args)
@@ -96,7 +65,7 @@ class Workspaces(KernelWorkspaces):
 
             tracker.begin({})
             before = sum(tracker.held.values())
-            outputs = body(name)(*inputs)
+            outputs = OURS[name]._init_fn(*inputs)
             peak, _ = tracker.trace.peak()
             storages = [tensor.untyped_storage() for tensor in tree_leaves(outputs)]
             returned = {storage._cdata: storage.nbytes() for storage in storages}
@@ -104,7 +73,7 @@ class Workspaces(KernelWorkspaces):
 
     def _streams_at_once(self, name: str, args) -> int:
         """Streams of sparse attention that run at the same time: on a CPU one per thread."""
-        if not is_sparse(name) or self.target == "cuda":
+        if OURS[name] not in SPARSE or self.target == "cuda":
             return 1
         k_BTGK = args[2] if name.endswith("backward") else args[1]
         B, _, G, _ = k_BTGK.shape

@@ -28,11 +28,9 @@ ATTENTION_OPS = {
     "aten::_scaled_dot_product_cudnn_attention",
     "torch_attn::_varlen_attn",
     "longhaul::nsa_forward",
-    "longhaul::nsa_triton_paired_forward",
     "longhaul::index_loss",
     "longhaul::choose_blocks",
     "longhaul::block_sparse_forward",
-    "longhaul::block_triton_forward",
 }
 
 

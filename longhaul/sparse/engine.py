@@ -37,7 +37,7 @@ from longhaul.sparse.tiles import (
     tile_backward,
     tile_forward,
 )
-from longhaul.sparse.triton import kernels_for
+from longhaul.sparse.triton import runs_triton
 
 # Pairs of a chunk, at least: their results take 16 MiB for 4 heads of 128 in bf16. A longer stream
 # has chunks of as many pairs as it has tokens: l pairs per block, whose tiles are full, and results
@@ -346,8 +346,15 @@ def block_sparse_forward(
     cu_seqlens: Tensor | None,
     block: int,
     products: torch.dtype,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(o_BTHK, lse_BTH); `products` is the dtype in which products are computed."""
+    """(o_BTHK, lse_BTH); `products` is the dtype in which products are computed; `fused`: by the
+    Triton kernels.
+    """
+    if fused:
+        from longhaul.sparse.triton import blocks
+
+        return blocks.attend(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, cu_seqlens, block)
     outputs = _empty_outputs(q_BTHK)
     n = chosen_BTGn.shape[3]
 
@@ -382,8 +389,14 @@ def block_sparse_backward(
     cu_seqlens: Tensor | None,
     block: int,
     products: torch.dtype,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from the gradients of o and of lse."""
+    if fused:
+        from longhaul.sparse.triton import blocks
+
+        saved = q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, o_BTHK, lse_BTH
+        return blocks.attend_backward(do_BTHK, saved, dlse_BTH, cu_seqlens, block)
     grads = tuple(x.new_empty(x.shape) for x in (q_BTHK, k_BSGK, v_BSGK))
     scale = q_BTHK.shape[3] ** -0.5
     if dlse_BTH is None:
@@ -443,7 +456,8 @@ def _save(
     output,
 ):
     ctx.set_materialize_grads(False)
-    *tensors, ctx.block, ctx.products = inputs
+    *tensors, block, products, fused = inputs
+    ctx.numbers = block, products, fused
     ctx.save_for_backward(*tensors, *output)
 
 
@@ -456,8 +470,8 @@ def _backward(
     if do_BTHK is None:
         do_BTHK = torch.zeros_like(results[0])
     saved = do_BTHK, q, k, v, chosen, *results
-    grads = block_sparse_backward(*saved, dlse_BTH, cu_seqlens, ctx.block, ctx.products)
-    return *grads, None, None, None, None
+    grads = block_sparse_backward(*saved, dlse_BTH, cu_seqlens, *ctx.numbers)
+    return *grads, None, None, None, None, None
 
 
 block_sparse_forward.register_autograd(_backward, setup_context=_save)
@@ -497,11 +511,6 @@ def block_sparse_attention(
     check_engine_dtype(q_BTHK)
     products = platform().product_dtype(q_BTHK)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.long()
-    triton = kernels_for(q_BTHK, k_BSGK, block, kernels)
-    if triton is not None:
-        return triton.block_triton_forward(
-            *(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn),
-            cu_seqlens,
-            block,
-        )
-    return block_sparse_forward(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, cu_seqlens, block, products)
+    fused = runs_triton(q_BTHK, q_BTHK.shape[2] // k_BSGK.shape[2], block, kernels)
+    inputs = q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, cu_seqlens, block, products
+    return block_sparse_forward(*inputs, fused)

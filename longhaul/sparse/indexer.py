@@ -172,6 +172,44 @@ class Indexer(nn.Module):
         return torch.cat((turned, x_BThE[..., turning:]), dim=-1)
 
 
+class IndexedCache(SelectedCache):
+    """Keys and values of one layer, and the indexer's keys [B, max_length, 1, E]."""
+
+    def __init__(
+        self,
+        sizes: Indexed,
+        shape: tuple[int, int, int, int],
+        device: Device,
+        dtype: torch.dtype,
+        kernels: str,
+    ):
+        super().__init__(sizes, shape, device, dtype, kernels)
+        rows, length = shape[:2]
+        self.k_BS1E = torch.empty((rows, length, 1, sizes.head_dim), device=device, dtype=dtype)
+
+    def remember(
+        self,
+        before: int,
+        q_BTGE: Tensor,
+        k_BT1E: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The indexer's queries, and its keys of all that is stored."""
+        self.k_BS1E[:, before : self.length] = k_BT1E
+        return q_BTGE, self.k_BS1E[:, : self.length]
+
+    def attend_several(self, layer: "IndexedAttention", *inputs: Tensor) -> Tensor:
+        return layer.attend_indexed(*inputs)[0]
+
+    def scores(
+        self,
+        q_BGMK: Tensor,
+        q_B1GE: Tensor,
+        k_BS1E: Tensor,
+    ) -> Tensor:
+        """The groups are rows of one product with the key that they share."""
+        return self.scores_of_rows(q_B1GE[:, :, :, None], k_BS1E.transpose(1, 2))
+
+
 class IndexedAttention(SelectedAttention):
     """Attention of each query over the blocks that an indexer chose for its KV group; before
     `dense_tokens`, and in the dense warm-up, over all keys.
@@ -179,6 +217,8 @@ class IndexedAttention(SelectedAttention):
     In a forward that learns, the indexer is taught by what attention reads: by the chosen blocks,
     or by all of them where attention is dense.
     """
+
+    cache_kind = IndexedCache
 
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__(config, ops)
@@ -295,51 +335,6 @@ class IndexedAttention(SelectedAttention):
         self.measured = torch.stack(
             (sums, torch.stack((sums.new_full((), tokens), *[queries] * 2)))
         )
-
-    def cache(
-        self,
-        shape: tuple[int, int, int, int],
-        device: Device,
-        dtype: torch.dtype,
-    ) -> "IndexedCache":
-        return IndexedCache(self.sizes, shape, device, dtype)
-
-
-class IndexedCache(SelectedCache):
-    """Keys and values of one layer, and the indexer's keys [B, max_length, 1, E]."""
-
-    def __init__(
-        self,
-        sizes: Indexed,
-        shape: tuple[int, int, int, int],
-        device: Device,
-        dtype: torch.dtype,
-    ):
-        super().__init__(sizes, shape, device, dtype)
-        rows, length = shape[:2]
-        self.k_BS1E = torch.empty((rows, length, 1, sizes.head_dim), device=device, dtype=dtype)
-
-    def remember(
-        self,
-        before: int,
-        q_BTGE: Tensor,
-        k_BT1E: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """The indexer's queries, and its keys of all that is stored."""
-        self.k_BS1E[:, before : self.length] = k_BT1E
-        return q_BTGE, self.k_BS1E[:, : self.length]
-
-    def attend_several(self, layer: IndexedAttention, *inputs: Tensor) -> Tensor:
-        return layer.attend_indexed(*inputs)[0]
-
-    def scores(
-        self,
-        q_BGMK: Tensor,
-        q_B1GE: Tensor,
-        k_BS1E: Tensor,
-    ) -> Tensor:
-        """The groups are rows of one product with the key that they share."""
-        return self.scores_of_rows(q_B1GE[:, :, :, None], k_BS1E.transpose(1, 2))
 
 
 # ---- the recall of the choice

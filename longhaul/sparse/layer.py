@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longhaul.sparse.choose import SELECTORS, Chunk, choose_blocks
-from longhaul.sparse.decode import BlockCache, Rule, TokenProducts, ordered_bits
+from longhaul.sparse.decode import BlockCache, TokenProducts
 from longhaul.sparse.engine import block_sparse_attention
 from longhaul.sparse.plain import plain_block_sparse_attention
 from model import Attention, Device, Documents, ModelConfig, Ops, Rope
@@ -142,10 +142,84 @@ def attend_chosen(
     return block_sparse_attention(*inputs, kernels=kernels)
 
 
+class SelectedCache(BlockCache):
+    """Keys and values of one layer, and the summary of all whole entries, which grows with them."""
+
+    def __init__(
+        self,
+        sizes: BlockConfig,
+        shape: tuple[int, int, int, int],
+        device: Device,
+        dtype: torch.dtype,
+        kernels: str,
+    ):
+        super().__init__(shape, sizes, device, dtype, kernels)
+        self.summary_BJGW = None
+        span, _ = sizes.span()
+        if span:
+            B, length, G, K = shape
+            entry = sizes.summarise(torch.empty((B, span, G, K), dtype=dtype, device=device))
+            room = B, sizes.entries(length), *entry.shape[2:]
+            self.summary_BJGW = torch.empty(room, dtype=entry.dtype, device=device)
+
+    def attend(
+        self,
+        layer: "SelectedAttention",
+        inputs: Sequence[Tensor],
+        rope: Rope,
+    ) -> Tensor:
+        """o [B, T, H, K] of T tokens that continue what is stored: of a single one by its scores,
+        of several, or while every block is read, as in a forward without a cache.
+        """
+        q_BTHK, k_BTGK, v_BTGK, *others = inputs
+        before = self.length
+        keys_and_values = self.append(k_BTGK, v_BTGK)
+        scored = self.remember(before, *others)
+        with layer.ops.varying(q_BTHK):
+            if q_BTHK.shape[1] > 1 or self.length <= self.sizes.dense_tokens:
+                return self.attend_several(layer, q_BTHK, *keys_and_values, *scored)
+        q_BGMK = q_BTHK[:, 0].unflatten(1, (k_BTGK.shape[2], -1))
+        return self.attend_blocks(q_BGMK, self.scores(q_BGMK, *scored)).view_as(q_BTHK)
+
+    def remember(self, before: int) -> tuple[Tensor | None]:
+        """What is scored of all that is stored: the summary, if there is one. It is brought up to
+        date from the first `before` tokens on.
+        """
+        if self.summary_BJGW is None:
+            return (None,)
+        first, now = self.sizes.entries(before), self.sizes.entries(self.length)
+        if now > first:
+            span, step = self.sizes.span()
+            tokens = slice(first * step, (now - 1) * step + span)
+            self.summary_BJGW[:, first:now] = self.sizes.summarise(self.k_BSGK[:, tokens])
+        return (self.summary_BJGW[:, :now],)
+
+    def attend_several(self, layer: "SelectedAttention", *inputs: Tensor | None) -> Tensor:
+        """o [B, T, H, K] of the last T of the S positions."""
+        return layer.attend_document(*inputs)
+
+    def scores(self, q_BGMK: Tensor, summary_BJGW: Tensor | None) -> Tensor:
+        """Scores [X, N] of the blocks before the local ones, for the token stored last."""
+        if summary_BJGW is None:
+            summary_BJGW = self.stored()[0]
+        return self.scores_of_rows(q_BGMK[:, :, None], summary_BJGW.transpose(1, 2))
+
+    def scores_of_rows(self, q_BZCMK: Tensor, summary_BZJW: Tensor) -> Tensor:
+        """Scores [B * Z * C, N]. Rows are scored one by one, whose summaries are not copied."""
+        products = TokenProducts(q_BZCMK)
+        scores = []
+        for q_ZCMK, summary_ZJW in zip(q_BZCMK, summary_BZJW, strict=True):
+            chunk = Chunk(q_ZCMK, self.position, self.free_blocks().stop, products)
+            scores.append(self.sizes.scores(chunk, summary_ZJW).flatten(0, 1))
+        return torch.cat(scores)
+
+
 class SelectedAttention(Attention):
     """Attention of each query over the blocks that the settings choose, and full causal attention
     of the first `dense_tokens` queries of a document, which read every block.
     """
+
+    cache_kind = SelectedCache
 
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__(config, ops)
@@ -201,81 +275,5 @@ class SelectedAttention(Attention):
         shape: tuple[int, int, int, int],
         device: Device,
         dtype: torch.dtype,
-    ) -> "SelectedCache":
-        return SelectedCache(self.sizes, shape, device, dtype)
-
-
-class SelectedCache(BlockCache):
-    """Keys and values of one layer, and the summary of all whole entries, which grows with them."""
-
-    def __init__(
-        self,
-        sizes: BlockConfig,
-        shape: tuple[int, int, int, int],
-        device: Device,
-        dtype: torch.dtype,
-    ):
-        rule = Rule(sizes.block, sizes.count, sizes.init, sizes.local)
-        super().__init__(shape, rule, device, dtype)
-        self.sizes = sizes
-        self.summary_BJGW = None
-        span, _ = sizes.span()
-        if span:
-            B, length, G, K = shape
-            entry = sizes.summarise(torch.empty((B, span, G, K), dtype=dtype, device=device))
-            room = B, sizes.entries(length), *entry.shape[2:]
-            self.summary_BJGW = torch.empty(room, dtype=entry.dtype, device=device)
-
-    def attend(
-        self,
-        layer: SelectedAttention,
-        inputs: Sequence[Tensor],
-        rope: Rope,
-    ) -> Tensor:
-        """o [B, T, H, K] of T tokens that continue what is stored: of a single one by its scores,
-        of several, or while every block is read, as in a forward without a cache.
-        """
-        q_BTHK, k_BTGK, v_BTGK, *others = inputs
-        before = self.length
-        keys_and_values = self.append(k_BTGK, v_BTGK)
-        scored = self.remember(before, *others)
-        with layer.ops.varying(q_BTHK):
-            if q_BTHK.shape[1] > 1 or self.length <= self.sizes.dense_tokens:
-                return self.attend_several(layer, q_BTHK, *keys_and_values, *scored)
-        q_BGMK = q_BTHK[:, 0].unflatten(1, (k_BTGK.shape[2], -1))
-        free = self.free_blocks()
-        scores_XN = self.scores(q_BGMK, *scored)
-        bits_XJ = ordered_bits(scores_XN[:, free.start :])
-        return self.attend_blocks(q_BGMK, bits_XJ).view_as(q_BTHK)
-
-    def remember(self, before: int) -> tuple[Tensor | None]:
-        """What is scored of all that is stored: the summary, if there is one. It is brought up to
-        date from the first `before` tokens on.
-        """
-        if self.summary_BJGW is None:
-            return (None,)
-        first, now = self.sizes.entries(before), self.sizes.entries(self.length)
-        if now > first:
-            span, step = self.sizes.span()
-            tokens = slice(first * step, (now - 1) * step + span)
-            self.summary_BJGW[:, first:now] = self.sizes.summarise(self.k_BSGK[:, tokens])
-        return (self.summary_BJGW[:, :now],)
-
-    def attend_several(self, layer: SelectedAttention, *inputs: Tensor | None) -> Tensor:
-        """o [B, T, H, K] of the last T of the S positions."""
-        return layer.attend_document(*inputs)
-
-    def scores(self, q_BGMK: Tensor, summary_BJGW: Tensor | None) -> Tensor:
-        """Scores [X, N] of the blocks before the local ones, for the token stored last."""
-        if summary_BJGW is None:
-            summary_BJGW = self.stored()[0]
-        return self.scores_of_rows(q_BGMK[:, :, None], summary_BJGW.transpose(1, 2))
-
-    def scores_of_rows(self, q_BZCMK: Tensor, summary_BZJW: Tensor) -> Tensor:
-        """Scores [B * Z * C, N]. Rows are scored one by one, whose summaries are not copied."""
-        products = TokenProducts(q_BZCMK)
-        scores = []
-        for q_ZCMK, summary_ZJW in zip(q_BZCMK, summary_BZJW, strict=True):
-            chunk = Chunk(q_ZCMK, self.position, self.free_blocks().stop, products)
-            scores.append(self.sizes.scores(chunk, summary_ZJW).flatten(0, 1))
-        return torch.cat(scores)
+    ) -> SelectedCache:
+        return self.cache_kind(self.sizes, shape, device, dtype, self.kernels)

@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 
+from longhaul.sparse.nsa import engine
 from longhaul.sparse.nsa.branches import Sizes
 from model import NSAConfig
 from tests.cuda_build.fakes import AMPERE, HOPPER, card
@@ -62,9 +63,9 @@ def test_forward_and_backward_stay_on_the_device(launched, capability, documents
             for n in (T, T, sum(blocks), sum(blocks), T, T)
         ]
         inputs = (q, *kv, gates)
-        o, *saved = nsa.nsa_triton_forward._init_fn(*inputs, cu, SIZES)
+        o, *saved = engine.nsa_forward._init_fn(*inputs, cu, SIZES, True)
         forward = len(launched)
-        grads = nsa.nsa_triton_backward._init_fn(o, *inputs, *saved, cu, SIZES)
+        grads = engine.nsa_backward._init_fn(o, *inputs, *saved, cu, SIZES, True)
     assert [x.shape for x in grads] == [x.shape for x in inputs]
     assert all(x.is_cuda for x in grads)
     assert "importance_kernel" in launched[:forward]

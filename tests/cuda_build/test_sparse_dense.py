@@ -7,17 +7,13 @@ import torch
 
 from longhaul.sparse.triton import stock
 from model import NSAConfig
-from tests.cuda_build.fakes import AMPERE, HOPPER, TURING, card
+from tests.cuda_build.fakes import AMPERE, HOPPER, card
 
 CFG = NSAConfig()
 FLASH = ["aten::_flash_attention_forward", "aten::_flash_attention_backward"]
 CUDNN = [
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_cudnn_attention_backward",
-]
-EFFICIENT = [
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_efficient_attention_backward",
 ]
 
 
@@ -75,11 +71,8 @@ def test_deterministic_algorithms_exclude_cudnn():
     assert run.kernels == FLASH
 
 
-@pytest.mark.parametrize("capability, dtype", [(HOPPER, torch.float32), (TURING, torch.float16)])
-@pytest.mark.parametrize("kind, calls", [("compressed", 2), ("window", 2 * 4)])
-def test_what_flash_attention_does_not_take_goes_to_the_memory_efficient_kernel_in_pieces(
-    capability, dtype, kind, calls
-):
-    with card(capability) as run:
-        run_both(kind, [2048, 2048], whole_rows=True, dtype=dtype)
-    assert sorted(run.kernels) == sorted(EFFICIENT * calls)
+@pytest.mark.parametrize("kind", ["compressed", "window"])
+def test_what_flash_attention_does_not_take_is_computed_a_few_lines_at_a_time(kind):
+    with card(HOPPER) as run:
+        run_both(kind, [2048, 2048], whole_rows=True, dtype=torch.float32)
+    assert not run.kernels

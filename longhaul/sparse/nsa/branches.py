@@ -18,6 +18,7 @@ edge. t is a position inside its document. l, s, l', n and w of the paper are cm
 sel_block, sel_count and window.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -45,19 +46,28 @@ class Sizes(NamedTuple):
     window: int
 
     @property
-    def forced(self) -> int:
-        """Selected blocks that do not depend on their importance."""
-        return self.sel_init + self.sel_local
-
-    @property
     def free(self) -> int:
         """Selected blocks that are chosen by their importance."""
-        return self.sel_count - self.forced
+        return self.sel_count - self.sel_init - self.sel_local
+
+    @property
+    def per(self) -> int:
+        """Strides of a selection block."""
+        return self.sel_block // self.cmp_stride
+
+    @property
+    def spread(self) -> int:
+        """Strides of a compressed block."""
+        return self.cmp_block // self.cmp_stride
 
     # as a selector's settings say it
     @property
     def block(self) -> int:
         return self.sel_block
+
+    @property
+    def count(self) -> int:
+        return self.sel_count
 
     @property
     def init(self) -> int:
@@ -74,6 +84,16 @@ class Sizes(NamedTuple):
         return (tokens - self.cmp_block) // self.cmp_stride + 1
 
 
+@functools.cache
+def stride_weights(sizes: Sizes) -> tuple[int, ...]:
+    """Strides that compressed blocks share with the selection block j that they touch: 1, 2, 2, 2,
+    1 with the default sizes, for the compressed blocks 4j-1 .. 4j+3.
+    """
+    per, spread = sizes.per, sizes.spread
+    offsets = per + spread - 1
+    return tuple(min(i + 1, spread, per, offsets - i) for i in range(offsets))
+
+
 class BranchKV(NamedTuple):
     """Keys and values of the three branches, or their gradients."""
 
@@ -86,6 +106,19 @@ class BranchKV(NamedTuple):
 
     def contiguous(self) -> "BranchKV":
         return BranchKV(*(x.contiguous() for x in self))
+
+
+class Outputs(NamedTuple):
+    """Results of the forward; the backward reads all but o. The two of the compressed branch are
+    the Triton kernels', and empty otherwise.
+    """
+
+    o: Tensor  # [B, T, H, K]
+    o_cmp: Tensor
+    o_slc: Tensor
+    lse_cmp: Tensor  # [H * cmp_stride, B * N] fp32, natural, of the folded heads
+    lse_slc: Tensor  # [B, T, H] fp32, natural
+    block_idx: Tensor  # [B, T, G, n] int16 or int32, -1 = unused
 
 
 # ---- products and softmax

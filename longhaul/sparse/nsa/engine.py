@@ -4,14 +4,14 @@
 engine of all selectors (sparse/engine.py), which also cuts a call into streams and chunks of
 queries. This file adds to each chunk what is NSA's: the compressed branch and the window
 (branches.py), the choice of blocks (selected.py), and the gates. model.py has the plain version and
-the checks of the inputs, sparse/triton/ the same algorithm as GPU kernels.
+the checks of the inputs, sparse/triton/nsa.py the bodies of the operators as GPU kernels.
 
 Letters: B rows of the batch, T tokens, H query heads, G KV heads, M = H/G, K head dim, N compressed
 blocks, J selection blocks, C queries of a chunk, n selected blocks per query. l' of the paper is
 sel_block. `cfg` is an NSAConfig, or its numbers as Sizes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from longhaul.sparse.choose import NO_BLOCK
 from longhaul.sparse.engine import StreamAttention, in_blocks
 from longhaul.sparse.nsa.branches import (
     BranchKV,
+    Outputs,
     Sizes,
     compressed_steps,
     steps_backward,
@@ -34,15 +35,6 @@ from longhaul.sparse.tiles import BackwardInputs
 from model import check_sparse_inputs, sparse_documents
 
 INT16_BLOCKS = 2**15  # indices of up to so many blocks fit int16
-
-
-class Outputs(NamedTuple):
-    """Results of the forward, of the whole call or of one stream; the backward reads all but o."""
-
-    o: Tensor
-    o_slc: Tensor
-    lse: Tensor  # of the selected branch, fp32
-    block_idx: Tensor
 
 
 class StreamKV(NamedTuple):
@@ -76,7 +68,7 @@ def _forward_stream(
     cfg: Sizes,
     outputs: Outputs,
 ) -> None:
-    """Fills the outputs of one stream."""
+    """Fills the outputs, of one stream."""
     selected = StreamAttention(kv.slc, q_TMK, cfg.sel_count)
     buffers = selected.buffers
     # these see no compressed block, and are in the first block
@@ -93,25 +85,30 @@ def _forward_stream(
         o = g_cmp * steps_forward(q, kv.cmp, steps, buffers, choose_blocks)
         steps = window_steps(few, q, 0, cfg)
         o += g_win * steps_forward(q, kv.win, steps, buffers)
-        o_slc, outputs.lse[few] = selected.forward(few, q, outputs.block_idx[few])
+        o_slc, outputs.lse_slc[few] = selected.forward(few, q, outputs.block_idx[few])
         outputs.o_slc[few] = o_slc
         outputs.o[few] = o.add_(g_slc * o_slc)
 
 
 def _empty_outputs(
     q: Tensor,
-    k_slc: Tensor,
+    k_cmp: Tensor,
     cfg: Sizes,
+    fused: bool,
 ) -> Outputs:
-    B, T, H, _ = q.shape
+    B, T, H, K = q.shape
+    N, G = k_cmp.shape[1:3]
+    of_compressed = B if fused else 0
     few_blocks = T <= INT16_BLOCKS * cfg.sel_block
     index_dtype = torch.int16 if few_blocks else torch.int32
-    index_shape = B, T, k_slc.shape[2], cfg.sel_count
+    lse_shape = H * cfg.cmp_stride, of_compressed * N
     return Outputs(
         o=q.new_empty(q.shape),
+        o_cmp=q.new_empty((of_compressed, T, H, K)),
         o_slc=q.new_empty(q.shape),
-        lse=q.new_empty((B, T, H), dtype=torch.float32),
-        block_idx=q.new_empty(index_shape, dtype=index_dtype),
+        lse_cmp=q.new_empty(lse_shape, dtype=torch.float32),
+        lse_slc=q.new_empty((B, T, H), dtype=torch.float32),
+        block_idx=q.new_empty((B, T, G, cfg.sel_count), dtype=index_dtype),
     )
 
 
@@ -127,14 +124,25 @@ def nsa_forward(
     gates: Tensor,
     cu_seqlens: Tensor | None,
     sizes: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of Outputs; only o has gradients."""
+    fused: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of Outputs; only o has gradients. `fused`: by the Triton kernels."""
     cfg = Sizes(*sizes)
     kv = BranchKV(k_slc, v_slc, k_cmp, v_cmp, k_win, v_win)
-    *of_heads, block_idx = outputs = _empty_outputs(q, k_slc, cfg)
+    outputs = _empty_outputs(q, k_cmp, cfg, fused)
+    if fused:
+        from longhaul.sparse.triton import nsa
+
+        nsa.forward(q, kv, gates, cu_seqlens, cfg, outputs)
+        return tuple(outputs)
 
     def forward(stream: Stream) -> None:
-        parts = Outputs(*(x[stream.heads] for x in of_heads), block_idx[stream.tokens])
+        parts = outputs._replace(
+            o=outputs.o[stream.heads],
+            o_slc=outputs.o_slc[stream.heads],
+            lse_slc=outputs.lse_slc[stream.heads],
+            block_idx=outputs.block_idx[stream.tokens],
+        )
         stream_kv = _stream_kv(kv, stream, cfg)
         _forward_stream(q[stream.heads], stream_kv, gates[stream.heads], cfg, parts)
 
@@ -204,15 +212,24 @@ def nsa_backward(
     k_win: Tensor,
     v_win: Tensor,
     gates: Tensor,
+    o_cmp: Tensor,
     o_slc: Tensor,
-    lse: Tensor,
+    lse_cmp: Tensor,
+    lse_slc: Tensor,
     block_idx: Tensor,
     cu_seqlens: Tensor | None,
     sizes: Sequence[int],
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, the six K/V and the gates."""
     cfg = Sizes(*sizes)
     kv = BranchKV(k_slc, v_slc, k_cmp, v_cmp, k_win, v_win)
+    if fused:
+        from longhaul.sparse.triton import nsa
+
+        saved = Outputs(do, o_cmp, o_slc, lse_cmp, lse_slc, block_idx)
+        return nsa.backward(do, q, kv, gates, saved, cu_seqlens, cfg)
+
     # Only the window's gradients are sums that start from zero. The pages of the others become
     # resident when a stream writes them, after its fp32 sums are complete.
     dq, dgates, *dkv = (x.new_empty(x.shape) for x in (q, gates, *kv[:4]))
@@ -225,7 +242,7 @@ def nsa_backward(
             [torch.zeros_like(x, dtype=torch.float32) for x in pair] for pair in stream_kv[:2]
         )
         sums = StreamKV(slc, cmp, [x[stream.tokens] for x in dkv[4:]])
-        inputs = [x[stream.heads] for x in (do, q, gates, o_slc, lse, dq, dgates)]
+        inputs = [x[stream.heads] for x in (do, q, gates, o_slc, lse_slc, dq, dgates)]
         _backward_stream(inputs, stream_kv, block_idx[stream.tokens], cfg, sums)
         for grad, total in zip(dkv[:2], slc, strict=True):
             grad[stream.tokens] = total.flatten(0, 1)[: stream.length]
@@ -252,30 +269,26 @@ def _(
     gates,
     cu_seqlens,
     sizes,
+    fused=False,
 ):
-    return tuple(_empty_outputs(q, k_slc, Sizes(*sizes)))
-
-
-# These two also serve the Triton twin (sparse/triton/nsa.py).
+    return tuple(_empty_outputs(q, k_cmp, Sizes(*sizes), fused))
 
 
 @nsa_backward.register_fake
-def empty_gradients(do, *inputs_and_saved):
-    """Of q, the six K/V and the gates."""
+def _(do, *inputs_and_saved):
     return tuple(x.new_empty(x.shape) for x in inputs_and_saved[:8])
 
 
-def save_call(
+def _save(
     ctx,
     inputs,
     output,
 ):
-    """Keep the inputs and all outputs but o for the backward."""
     ctx.set_materialize_grads(False)  # zeros for absent gradients of outputs would be as large as q
-    *tensors, sizes = inputs
+    *tensors, sizes, fused = inputs
     _, *saved = output
     ctx.save_for_backward(*tensors, *saved)
-    ctx.sizes = sizes
+    ctx.numbers = sizes, fused
 
 
 def _backward(
@@ -283,12 +296,13 @@ def _backward(
     do,
     *_,
 ):
-    *inputs, cu_seqlens, o_slc, lse, block_idx = ctx.saved_tensors
-    grads = nsa_backward(do, *inputs, o_slc, lse, block_idx, cu_seqlens, ctx.sizes)
-    return *grads, None, None
+    *inputs, cu_seqlens, o_cmp, o_slc, lse_cmp, lse_slc, block_idx = ctx.saved_tensors
+    saved = o_cmp, o_slc, lse_cmp, lse_slc, block_idx
+    grads = nsa_backward(do, *inputs, *saved, cu_seqlens, *ctx.numbers)
+    return *grads, None, None, None
 
 
-nsa_forward.register_autograd(_backward, setup_context=save_call)
+nsa_forward.register_autograd(_backward, setup_context=_save)
 
 
 # ---- the entry point
@@ -306,6 +320,7 @@ def nsa_attention(
     cfg,
     cu_seqlens: Tensor | None = None,
     return_parts: bool = False,
+    fused: bool = False,
 ) -> Tensor | dict[str, Tensor]:
     """Native Sparse Attention: o = g_cmp o_cmp + g_slc o_slc + g_win o_win (arXiv 2502.11089).
 
@@ -318,27 +333,18 @@ def nsa_attention(
     Returns o [B,T,H,K]. With return_parts=True, which costs four forwards: a dict of o, o_cmp,
     o_slc, o_win and block_idx, int64 [B,T,G,n], -1 = unused. Raises ValueError for shapes and
     dtypes that do not fit.
+
+    fused: by the Triton kernels, for at most 64 query heads per KV head, head dim 256, sel_block
+    128 and 32 KiB of keys per block. Raises ValueError if they do not run on the tensors' device
+    and dtype.
     """
-    kv = BranchKV(k_slc, v_slc, k_cmp, v_cmp, k_win, v_win)
-    return attend(nsa_forward, (q, *kv), gates, cfg, cu_seqlens, return_parts)
-
-
-def attend(
-    forward: Callable,
-    qkv: tuple[Tensor, ...],
-    gates: Tensor,
-    cfg,
-    cu_seqlens: Tensor | None,
-    return_parts: bool,
-) -> Tensor | dict[str, Tensor]:
-    """nsa_attention by a custom operator whose first result is o and whose last is block_idx."""
-    q, *kv = qkv
-    check_sparse_inputs(q, (*kv[:2], *kv[4:]), kv[2:4], gates, cfg, cu_seqlens)
+    qkv = q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win
+    check_sparse_inputs(q, (k_slc, v_slc, k_win, v_win), (k_cmp, v_cmp), gates, cfg, cu_seqlens)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.long()
 
     sizes = [getattr(cfg, name) for name in Sizes._fields]
-    o, *_, block_idx = forward(*qkv, gates, cu_seqlens, sizes)
+    o, *_, block_idx = nsa_forward(*qkv, gates, cu_seqlens, sizes, fused)
     if not return_parts:
         return o
 
@@ -346,5 +352,6 @@ def attend(
     parts = {"o": o, "block_idx": block_idx.long()}
     one_gates_33 = torch.eye(3, dtype=gates.dtype, device=gates.device)
     for name, gates_3 in zip(("o_cmp", "o_slc", "o_win"), one_gates_33, strict=True):
-        parts[name], *_ = forward(*qkv, gates_3.repeat(*gates.shape[:3], 1), cu_seqlens, sizes)
+        of_branch = gates_3.repeat(*gates.shape[:3], 1)
+        parts[name], *_ = nsa_forward(*qkv, of_branch, cu_seqlens, sizes, fused)
     return parts

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longhaul.sparse.choose import fill_choice
-from longhaul.sparse.nsa.branches import Sizes
-from longhaul.sparse.tiles import LOG2E as LOG2E
+from longhaul.sparse.nsa.branches import Sizes, stride_weights
 
 
 def choose(
@@ -26,28 +25,20 @@ def choose(
     chosen_Cn = block_idx_Cn[queries]
     p_CN = p_RN.unflatten(0, (len(chosen_Cn), -1)).sum(1)
     first = start + queries.start
-    fill_choice(chosen_Cn[None], first, cfg, lambda J: _importance(p_CN, J, cfg)[None])
+    fill_choice(chosen_Cn[None], first, cfg, lambda J: importance(p_CN, J, cfg)[None])
 
 
-def _importance(
+def importance(
     p_CN: Tensor,
     J: int,
     cfg: Sizes,
 ) -> Tensor:
-    """[C,J]: the mass of every compressed block, once per stride that it shares with block j.
-
-    With the default sizes, the weights are 1, 2, 2, 2, 1 on the compressed blocks 4j-1 .. 4j+3.
-    """
-    per = cfg.sel_block // cfg.cmp_stride  # strides of a selection block
-    spread = cfg.cmp_block // cfg.cmp_stride  # strides of a compressed block
-    offsets = per + spread - 1
-
-    before = spread - 1
-    after = J * per - p_CN.shape[1]
+    """[C,J]: the mass of every compressed block, once per stride that it shares with block j."""
+    before = cfg.spread - 1
+    after = J * cfg.per - p_CN.shape[1]
     padded = F.pad(p_CN, (before, after))
+    width = J * cfg.per
     imp_CJ = p_CN.new_zeros(len(p_CN), J)
-    for offset in range(offsets):
-        weight = min(offset + 1, spread, per, offsets - offset)
-        mass_CJ = padded[:, offset::per][:, :J]
-        imp_CJ.add_(mass_CJ, alpha=weight)
+    for offset, weight in enumerate(stride_weights(cfg)):
+        imp_CJ.add_(padded[:, offset : offset + width : cfg.per], alpha=weight)
     return imp_CJ

@@ -1,4 +1,5 @@
-"""Exact attention over chosen blocks as Triton kernels: the twin of longhaul/sparse/engine.py.
+"""Exact attention over chosen blocks as Triton kernels: the bodies of the operators of
+longhaul/sparse/engine.py.
 
 A pair is a query under one KV head and a block that it has chosen. Pairs are sorted by block, and
 each piece of a block's pairs is one dense tile, so that a block is read once for all its queries of
@@ -20,7 +21,7 @@ K head dim, n chosen blocks of a query, l tokens of a block, J blocks of all doc
 P pairs, E buckets. A query is numbered y = g*Z + z, and its pairs y*n + i.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -285,7 +286,9 @@ def forward(
     """(o_BTHK, lse_BTH) of contiguous tensors, written `into` these if they are given."""
     call = Call(q_BTHK, k_BSGK, chosen_BTGn, cu_seqlens, block)
     pieces = Pieces.cut(call.pairs, call.queries_of_tile)
-    o_BTHK, lse_BTH = into or empty_outputs(q_BTHK)
+    if into is None:
+        into = torch.empty_like(q_BTHK), q_BTHK.new_empty(q_BTHK.shape[:3], dtype=torch.float32)
+    o_BTHK, lse_BTH = into
     parts = list(call.parts())
     pairs = (parts[0].y1 - parts[0].y0) * call.n
     part_o = q_BTHK.new_empty(pairs, call.M, q_BTHK.shape[3])
@@ -403,16 +406,10 @@ def backward(
     return dq_BTHK, dk_BSGK, dv_BSGK
 
 
-# ---- the operators of PyTorch
+# ---- the bodies of the operators
 
 
-def empty_outputs(q_BTHK: Tensor) -> tuple[Tensor, Tensor]:
-    o_BTHK = q_BTHK.new_empty(q_BTHK.shape)
-    return o_BTHK, q_BTHK.new_empty(q_BTHK.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op("longhaul::block_triton_forward", mutates_args=())
-def block_triton_forward(
+def attend(
     q_BTHK: Tensor,
     k_BSGK: Tensor,
     v_BSGK: Tensor,
@@ -420,7 +417,7 @@ def block_triton_forward(
     cu_seqlens: Tensor | None,
     block: int,
 ) -> tuple[Tensor, Tensor]:
-    """(o_BTHK, lse_BTH)."""
+    """(o_BTHK, lse_BTH). ValueError if the kernels do not run on the tensors."""
     require(q_BTHK, k_BSGK, block)
     given = (x.contiguous() for x in (q_BTHK, k_BSGK, v_BSGK, chosen_BTGn))
     # Triton launches on the current device, which may differ from the tensors'; no effect on a CPU.
@@ -428,52 +425,18 @@ def block_triton_forward(
         return forward(*given, cu_seqlens, block)
 
 
-@torch.library.custom_op("longhaul::block_triton_backward", mutates_args=())
-def block_triton_backward(
+def attend_backward(
     do_BTHK: Tensor,
-    q_BTHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGK: Tensor,
-    chosen_BTGn: Tensor,
-    o_BTHK: Tensor,
-    lse_BTH: Tensor,
+    saved: Sequence[Tensor],
     dlse_BTH: Tensor | None,
     cu_seqlens: Tensor | None,
     block: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) from the gradients of o and of lse."""
-    do_BTHK = do_BTHK.contiguous()
-    given = [x.contiguous() for x in (q_BTHK, k_BSGK, v_BSGK, chosen_BTGn)]
-    with torch.cuda.device_of(q_BTHK):
+    """(dq, dk, dv) from the gradients of o and of lse; saved: q, k, v, the choice, o and lse."""
+    *given, o_BTHK, lse_BTH = saved
+    do_BTHK, *given = (x.contiguous() for x in (do_BTHK, *given))
+    with torch.cuda.device_of(do_BTHK):
         delta_BTH = row_products(do_BTHK, o_BTHK)
         if dlse_BTH is not None:
             delta_BTH -= dlse_BTH
         return backward(do_BTHK, *given, lse_BTH, delta_BTH, cu_seqlens, block)
-
-
-@block_triton_forward.register_fake
-def _(q_BTHK, *_):
-    return empty_outputs(q_BTHK)
-
-
-@block_triton_backward.register_fake
-def _(do_BTHK, q_BTHK, k_BSGK, v_BSGK, *_):
-    return tuple(x.new_empty(x.shape) for x in (q_BTHK, k_BSGK, v_BSGK))
-
-
-def _save(ctx, inputs, output):
-    ctx.set_materialize_grads(False)
-    *tensors, ctx.block = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _backward(ctx, do_BTHK, dlse_BTH):
-    q, k, v, chosen, cu_seqlens, o, lse = ctx.saved_tensors
-    if do_BTHK is None:
-        do_BTHK = torch.zeros_like(o)
-    saved = q, k, v, chosen, o, lse
-    grads = block_triton_backward(do_BTHK, *saved, dlse_BTH, cu_seqlens, ctx.block)
-    return *grads, None, None, None
-
-
-block_triton_forward.register_autograd(_backward, setup_context=_save)

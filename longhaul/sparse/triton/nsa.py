@@ -1,4 +1,5 @@
-"""Native Sparse Attention (arXiv 2502.11089) on GPUs: longhaul/sparse/nsa/engine.py's twin.
+"""Native Sparse Attention (arXiv 2502.11089) on GPUs: the bodies of the operators of
+longhaul/sparse/nsa/engine.py.
 
 **How the branches run.** The compressed branch and the window go to the attention kernels of
 PyTorch (stock.py). A second pass over the compressed keys turns the log-sum-exp into probabilities,
@@ -30,15 +31,14 @@ dim, N compressed blocks of a row, n selected blocks per query, D documents of a
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from longhaul.sparse.nsa.branches import BranchKV, Sizes
-from longhaul.sparse.nsa.engine import attend, empty_gradients, save_call
+from longhaul.sparse.nsa.branches import BranchKV, Outputs, Sizes, stride_weights
 from longhaul.sparse.triton import blocks, stock
 from longhaul.sparse.triton.nsa_kernels import (
     choose_kernel,
@@ -72,14 +72,14 @@ class Call:
         q_BTHK: Tensor,
         k_cmp_BNGK: Tensor,
         cu_seqlens: Tensor | None,
-        sizes: Sequence[int],
+        cfg: Sizes,
     ):
         B, T, self.H, self.K = q_BTHK.shape
         N, self.G = k_cmp_BNGK.shape[1:3]
         self.Z = B * T
         self.M = self.H // self.G
         self.MP = triton.next_power_of_2(self.M)
-        self.cfg = Sizes(*sizes)
+        self.cfg = cfg
         self.tile = tile_sizes(self.K, q_BTHK.element_size(), shared_memory(q_BTHK.device))
         self.rows = max(self.tile.rows, self.MP)
         self.head_dim = {"K": self.K, "KP": padded(self.K)}
@@ -206,31 +206,6 @@ class HeadGroup(NamedTuple):
 # ---- forward
 
 
-class Outputs(NamedTuple):
-    """Results of the forward."""
-
-    o: Tensor  # [B, T, H, K]
-    o_cmp: Tensor
-    o_slc: Tensor
-    lse_cmp: Tensor  # [H * cmp_stride, B * N] fp32, natural, of the folded heads
-    lse_slc: Tensor  # [B, T, H] fp32, natural
-    block_idx: Tensor  # [B, T, G, n] int16 or int32, -1 = unused
-
-    @classmethod
-    def empty(cls, q: Tensor, k_cmp: Tensor, cfg: Sizes) -> "Outputs":
-        B, T, H, _ = q.shape
-        N, G = k_cmp.shape[1:3]
-        index_dtype = torch.int16 if T <= 32768 * cfg.sel_block else torch.int32
-        return cls(
-            o=q.new_empty(q.shape),
-            o_cmp=q.new_empty(q.shape),
-            o_slc=q.new_empty(q.shape),
-            lse_cmp=q.new_empty((H * cfg.cmp_stride, B * N), dtype=torch.float32),
-            lse_slc=q.new_empty((B, T, H), dtype=torch.float32),
-            block_idx=q.new_empty((B, T, G, cfg.sel_count), dtype=index_dtype),
-        )
-
-
 def compressed_forward(
     call: Call,
     q: Tensor,
@@ -273,9 +248,6 @@ def choose(
     heads = min(call.G, max(1, most // len(tiles)))
     width = triton.next_power_of_2(columns)
     at_once = min(queries, max(1, CHOICE_NUMBERS // width))
-    per = cfg.sel_block // cfg.cmp_stride
-    spread = cfg.cmp_block // cfg.cmp_stride
-    offsets = per + spread - 1
     chosen = {
         "COUNT": cfg.sel_count,
         "INIT": cfg.sel_init,
@@ -308,9 +280,9 @@ def choose(
                     JB=call.tile.blocks,
                     STRIDE=cfg.cmp_stride,
                     SPAN=cfg.cmp_block,
-                    PER=per,
-                    SPREAD=spread,
-                    WEIGHTS=tuple(min(i + 1, spread, per, offsets - i) for i in range(offsets)),
+                    PER=cfg.per,
+                    SPREAD=cfg.spread,
+                    WEIGHTS=stride_weights(cfg),
                     **shared,
                 )
             launch(
@@ -326,27 +298,20 @@ def choose(
             )
 
 
-@torch.library.custom_op("longhaul::nsa_triton_paired_forward", mutates_args=())
-def nsa_triton_forward(
+def forward(
     q: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
+    kv: BranchKV,
     gates: Tensor,
     cu_seqlens: Tensor | None,
-    sizes: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of Outputs; only o has gradients."""
-    cfg = Sizes(*sizes)
-    require(q, k_slc, cfg.sel_block, stock=True)
-    call = Call(q, k_cmp, cu_seqlens, sizes)
+    cfg: Sizes,
+    outputs: Outputs,
+) -> None:
+    """Fills the outputs. ValueError if the kernels do not run on the tensors."""
+    require(q, kv.k_slc, cfg.sel_block)
+    call = Call(q, kv.k_cmp, cu_seqlens, cfg)
     q = q.contiguous()
     gates = gates.contiguous()
-    kv = BranchKV(k_slc, v_slc, k_cmp, v_cmp, k_win, v_win).contiguous()
-    outputs = Outputs.empty(q, k_cmp, cfg)
+    kv = kv.contiguous()
     block_idx = outputs.block_idx
     o = outputs.o
 
@@ -373,20 +338,9 @@ def nsa_triton_forward(
                 **call.head_dim,
                 R=ROWS,
             )
-    return tuple(outputs)
 
 
 # ---- backward
-
-
-class Saved(NamedTuple):
-    """What the backward reads of the forward's results."""
-
-    o_cmp: Tensor
-    o_slc: Tensor
-    lse_cmp: Tensor
-    lse_slc: Tensor
-    block_idx: Tensor
 
 
 def gated(do_ZhK: Tensor, gate_Zh: Tensor) -> Tensor:
@@ -411,7 +365,7 @@ def group_backward(
     q: Tensor,
     kv: BranchKV,
     gates: Tensor,
-    saved: Saved,
+    saved: Outputs,
     cu_seqlens: Tensor | None,
     grads: Gradients,
 ) -> None:
@@ -460,86 +414,27 @@ def group_backward(
     group.queries(grads.dq).copy_(dq)
 
 
-@torch.library.custom_op("longhaul::nsa_triton_paired_backward", mutates_args=())
-def nsa_triton_backward(
+def backward(
     do: Tensor,
     q: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
+    kv: BranchKV,
     gates: Tensor,
-    o_cmp: Tensor,
-    o_slc: Tensor,
-    lse_cmp: Tensor,
-    lse_slc: Tensor,
-    block_idx: Tensor,
+    saved: Outputs,
     cu_seqlens: Tensor | None,
-    sizes: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, the six K/V and the gates."""
-    call = Call(q, k_cmp, cu_seqlens, sizes)
+    cfg: Sizes,
+) -> tuple[Tensor, ...]:
+    """Gradients of q, the six K/V and the gates; `saved` has all outputs but o."""
+    call = Call(q, kv.k_cmp, cu_seqlens, cfg)
     do = do.contiguous()
     q = q.contiguous()
-    kv = BranchKV(k_slc, v_slc, k_cmp, v_cmp, k_win, v_win).contiguous()
-    saved = Saved(o_cmp, o_slc, lse_cmp, lse_slc, block_idx)
+    kv = kv.contiguous()
     dgates = q.new_empty(gates.shape, dtype=torch.float32)
     grads = Gradients(torch.empty_like(q), BranchKV(*map(torch.empty_like, kv)), dgates)
     with torch.cuda.device_of(q):
-        for branch, o in enumerate((o_cmp, o_slc)):
+        for branch, o in enumerate((saved.o_cmp, saved.o_slc)):
             dgates[..., branch] = blocks.row_products(do, o)
         places = call.places()
         for group in call.groups(BACKWARD_NUMBERS):
             given = do, q, kv, gates, saved, cu_seqlens, grads
             group_backward(call, group, places, *given)
     return grads.dq, *grads.dkv, dgates.to(gates.dtype)
-
-
-# ---- the operators of PyTorch
-
-
-@nsa_triton_forward.register_fake
-def _(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, cu_seqlens, sizes):
-    return tuple(Outputs.empty(q, k_cmp, Sizes(*sizes)))
-
-
-nsa_triton_backward.register_fake(empty_gradients)
-
-
-def _backward(ctx, do, *_):
-    *inputs, cu_seqlens, o_cmp, o_slc, lse_cmp, lse_slc, block_idx = ctx.saved_tensors
-    saved = Saved(o_cmp, o_slc, lse_cmp, lse_slc, block_idx)
-    grads = nsa_triton_backward(do, *inputs, *saved, cu_seqlens, ctx.sizes)
-    return *grads, None, None
-
-
-nsa_triton_forward.register_autograd(_backward, setup_context=save_call)
-
-
-# ---- the entry point
-
-
-def nsa_attention(
-    q: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    cfg,
-    cu_seqlens: Tensor | None = None,
-    return_parts: bool = False,
-) -> Tensor | dict[str, Tensor]:
-    """Native Sparse Attention: o = g_cmp o_cmp + g_slc o_slc + g_win o_win (arXiv 2502.11089).
-
-    Shapes, dtypes, results and errors are those of the engine's nsa_attention. Needs at most 64
-    query heads per KV head, head dim 256, sel_block 128 and 32 KiB of keys per block. Keep
-    cu_seqlens on the host, or the call waits for the device. Raises ValueError if the kernels do
-    not run on the tensors' device and dtype.
-    """
-    kv = BranchKV(k_slc, v_slc, k_cmp, v_cmp, k_win, v_win)
-    return attend(nsa_triton_forward, (q, *kv), gates, cfg, cu_seqlens, return_parts)

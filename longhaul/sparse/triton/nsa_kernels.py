@@ -109,22 +109,87 @@ def importance_kernel(
 
 
 @triton.jit
+def ordered(x):
+    """int32 that order like the numbers, equal for equal ones; NaN is above all others, so that it
+    shows.
+    """
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    bits = bits ^ ((bits >> 31) & 2147483647)
+    return tl.where(x == x, bits, 2147483647)
+
+
+@triton.jit
 def rank_threshold(bits, COUNT: tl.constexpr):
     """[rows]: the largest number that at least COUNT of the numbers of each row reach.
 
-    Rows with fewer than COUNT non-negative numbers get 0 or less. Bisection ends early for a row of
-    which exactly COUNT numbers reach the middle.
+    Bisection ends early for a row of which exactly COUNT numbers reach the middle.
     """
-    low = tl.zeros([bits.shape[0]], tl.int32)
-    high = tl.max(bits, 1)
+    low = tl.full([bits.shape[0]], -2147483648, tl.int64)
+    high = tl.max(bits, 1).to(tl.int64)
     while tl.max(high - low, 0) > 0:
-        middle = low + tl.where(high > low, (high - low) // 2 + 1, 0)
-        reached = tl.sum((bits >= middle[:, None]).to(tl.int32), 1)
+        middle = low + (high - low + 1) // 2
+        reached = tl.sum((bits >= middle.to(tl.int32)[:, None]).to(tl.int32), 1)
         enough = reached >= COUNT
         high = tl.where(enough, high, tl.minimum(high, middle - 1))
         high = tl.where(reached == COUNT, tl.minimum(high, middle), high)
         low = tl.where(enough, middle, low)
-    return low
+    return low.to(tl.int32)
+
+
+@triton.jit
+def write_forced(
+    idx_ptr,
+    out,  # [rows]: where the choice of each query begins
+    own,  # the block that it is in
+    exists,
+    COUNT: tl.constexpr,
+    INIT: tl.constexpr,
+    LOCAL: tl.constexpr,
+    CP: tl.constexpr,
+):
+    """Writes the forced blocks: the first INIT, then the LOCAL last. A query with at most COUNT
+    blocks reads all of them; -1 = unused.
+    """
+    FORCED: tl.constexpr = INIT + LOCAL
+    p = tl.arange(0, CP)[None, :]
+    block = tl.where(p < INIT, p, own[:, None] + p - (FORCED - 1))
+    used = tl.where(p < INIT, p <= own[:, None], block >= INIT)
+    block = tl.where(p < FORCED, block, p - LOCAL)
+    used = tl.where(p < FORCED, used, p <= own[:, None])
+    early = own < COUNT
+    tl.store(
+        idx_ptr + out[:, None] + p,
+        tl.where(used, block, -1).to(idx_ptr.dtype.element_ty),
+        mask=exists[:, None] & (p < COUNT) & (early[:, None] | (p < FORCED)),
+    )
+
+
+@triton.jit
+def write_best(
+    idx_ptr,
+    out,
+    scores,  # [rows, blocks]
+    free,  # [rows, blocks]: which of them may be chosen; in a row none, or FREE at least
+    FORCED: tl.constexpr,
+    FREE: tl.constexpr,
+):
+    """Writes the FREE blocks of the largest scores behind the forced ones, in the order of their
+    positions; among equals the lower block wins. First a bisection finds the score of the last one
+    that is chosen, then a running count chooses among equals.
+    """
+    bits = tl.where(free, ordered(scores), -2147483648)
+    threshold = rank_threshold(bits, FREE)[:, None]
+    above = bits > threshold
+    equal = free & (bits == threshold)
+    needed = FREE - tl.sum(above.to(tl.int32), 1)
+    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= needed[:, None]))
+    column = FORCED - 1 + tl.cumsum(chosen.to(tl.int32), 1)
+    j = tl.arange(0, bits.shape[1])[None, :]
+    tl.store(
+        idx_ptr + out[:, None] + column,
+        tl.broadcast_to(j, bits.shape).to(idx_ptr.dtype.element_ty),
+        mask=chosen,
+    )
 
 
 @triton.jit
@@ -147,56 +212,22 @@ def choose_kernel(
     LOCAL: tl.constexpr,
     CP: tl.constexpr,  # COUNT padded to a power of two
 ):
-    """The blocks that each query of a tile reads.
-
-    First come the first INIT blocks, then the LOCAL last, then the most important others, in the
-    order of their positions. A query with at most COUNT blocks reads all of them; -1 = unused.
-
-    Importance ranks by its bits, as non-negative floats do, and among equal bits the lower block
-    wins: first a bisection finds the importance of the last block that is chosen, then a running
-    count chooses among equals.
-    """
+    """The blocks that each query of a tile reads."""
     g = tl.program_id(1)
-    FORCED: tl.constexpr = INIT + LOCAL
     token, x, tokens, _key = load_tile(tile_ptr, tl.program_id(0) // PARTS)
     query = x + tl.program_id(0) % PARTS * Q + tl.arange(0, Q)
     exists = query < tokens
     own = query // BLOCK
-    early = own < COUNT
     out = ((token + query).to(tl.int64) * G + g) * COUNT
-
-    # the forced blocks, and for early queries the others
-    p = tl.arange(0, CP)[None, :]
-    block = tl.where(p < INIT, p, own[:, None] + p - (FORCED - 1))
-    used = tl.where(p < INIT, p <= own[:, None], block >= INIT)
-    block = tl.where(p < FORCED, block, p - LOCAL)
-    used = tl.where(p < FORCED, used, p <= own[:, None])
-    tl.store(
-        idx_ptr + out[:, None] + p,
-        tl.where(used, block, -1).to(idx_ptr.dtype.element_ty),
-        mask=exists[:, None] & (p < COUNT) & (early[:, None] | (p < FORCED)),
-    )
-    if COUNT > FORCED:
+    write_forced(idx_ptr, out, own, exists, COUNT, INIT, LOCAL, CP)
+    if COUNT > INIT + LOCAL:
         j = tl.arange(0, JP)[None, :]
         between = (j >= INIT) & (j <= own[:, None] - LOCAL)
         free = between & (exists & (own >= COUNT))[:, None]
         place = (g * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * Q + tl.arange(0, Q)
         seen = exists[:, None] & (j // 16 <= (own[:, None] - LOCAL) // 16)  # 64 bytes at a time
         importance = tl.load(importance_ptr + place[:, None] * columns + j, mask=seen, other=0.0)
-        bits = importance.to(tl.int32, bitcast=True) & 2147483647  # a NaN may have a sign
-        bits = tl.where(free, bits, -1)
-
-        threshold = rank_threshold(bits, COUNT - FORCED)[:, None]
-        above = bits > threshold
-        equal = free & (bits == threshold)
-        needed = COUNT - FORCED - tl.sum(above.to(tl.int32), 1)
-        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= needed[:, None]))
-        column = FORCED - 1 + tl.cumsum(chosen.to(tl.int32), 1)
-        tl.store(
-            idx_ptr + out[:, None] + column,
-            tl.broadcast_to(j, [Q, JP]).to(idx_ptr.dtype.element_ty),
-            mask=chosen,
-        )
+        write_best(idx_ptr, out, importance, free, INIT + LOCAL, COUNT - INIT - LOCAL)
 
 
 # ---- folding, and the sum of the branches

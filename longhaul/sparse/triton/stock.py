@@ -15,9 +15,8 @@ log-sum-exp or has no backward of its own.
 cuDNN        the compressed branch of whole rows on cards where PyTorch prefers it. It builds a plan
              for each new shape, so that it does not serve packed rows.
 flash        all documents in one call, in bf16 and fp16 on CUDA
-others       one document, or a part of a window, at a time: in fp32 on CUDA the memory-efficient
-             kernel; on a CPU, where Triton's interpreter runs the other kernels for tests, the
-             CPU's
+neither      fp32, wide heads, and a CPU, where Triton's interpreter runs the other kernels for
+             tests: the tiles of longhaul/sparse/tiles.py, a few lines at a time
 
 dq adds up by atomics in the first two, so that it repeats bit for bit only under
 torch.use_deterministic_algorithms, which excludes cuDNN.
@@ -32,9 +31,9 @@ import torch
 from torch import Tensor
 
 from base.machine import platform
+from longhaul.sparse.tiles import BackwardInputs, Buffers, tile_backward, tile_forward
 
-PIECE = 512  # queries of a window in one call of a kernel that takes no limit, at least
-LSE_STEP = 32  # the memory-efficient kernel pads log-sum-exps to a multiple of this
+PIECE_LOGITS = 2**24  # logits that exist at once where neither kernel runs: 64 MiB in fp32
 
 
 class Lines(NamedTuple):
@@ -220,45 +219,34 @@ def _flash_backward(
     )
 
 
-# ---- one document, or a part of a window, at a time
+# ---- a few lines at a time
 
 
-def _pieces(lines: Lines, q: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """(queries, keys, bias) of each call; without a bias it is square and causal.
-
-    A window is cut, so that the bias stays small.
-    """
+def _pieces(lines: Lines, q_CEK: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(queries, keys, which keys a query does not see) of each step."""
+    E = q_CEK.shape[1]
     first = 0
     for count in lines.counts:
-        if lines.window is None or lines.window >= count:
-            whole = slice(first, first + count)
-            yield whole, whole, None
-        else:
-            size = max(PIECE, lines.window)
-            for x in range(0, count, size):
-                yield _piece_of_window(first, x, min(x + size, count), lines.window, q)
+        window = count if lines.window is None else min(lines.window, count)
+        size = max(1, PIECE_LOGITS // (E * window))
+        for x in range(0, count, size):
+            y = min(x + size, count)
+            low = max(0, x - window + 1)
+            query = torch.arange(x, y, device=q_CEK.device)[:, None]
+            key = torch.arange(low, y, device=q_CEK.device)
+            hidden = (key > query) | (key <= query - window)
+            yield slice(first + x, first + y), slice(first + low, first + y), hidden
         first += count
 
 
-def _piece_of_window(
-    first: int,
-    start: int,
-    stop: int,
-    window: int,
-    like: Tensor,
-) -> tuple[slice, slice, Tensor]:
-    low = max(0, start - window + 1)
-    query = torch.arange(start, stop, device=like.device)[:, None]
-    key = torch.arange(low, stop, device=like.device)
-    hidden = (key > query) | (key <= query - window)
+def _rows(x_CE_: Tensor, G: int) -> Tensor:
+    """[G, rows (line, head), ...]."""
+    return x_CE_.unflatten(1, (G, -1)).transpose(0, 1).flatten(1, 2)
 
-    # The memory-efficient kernel wants rows of a bias to begin at multiples of 16 bytes.
-    padded = -(-len(key) // 16) * 16
-    bias = like.new_zeros(len(query), padded)[:, : len(key)]
-    bias.masked_fill_(hidden, -torch.inf)
-    queries = slice(first + start, first + stop)
-    keys = slice(first + low, first + stop)
-    return queries, keys, bias
+
+def _lines(x_GR_: Tensor, count: int) -> Tensor:
+    """The reverse [lines, heads, ...]."""
+    return x_GR_.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _pieces_forward(
@@ -268,19 +256,16 @@ def _pieces_forward(
     v_CGK: Tensor,
 ) -> tuple[Tensor, Tensor]:
     C, E, _ = q_CEK.shape
+    G = k_CGK.shape[1]
     o_CEK = torch.empty_like(q_CEK)
     lse_EC = q_CEK.new_empty((E, C), dtype=torch.float32)
-    for queries, keys, bias in _pieces(lines, q_CEK):
-        k_1ESK = _repeat(k_CGK[keys], E)
-        v_1ESK = _repeat(v_CGK[keys], E)
-        o, lse = _forward(
-            _heads_first(q_CEK[queries]),
-            k_1ESK,
-            v_1ESK,
-            bias,
-        )
-        o_CEK[queries] = o[0].transpose(0, 1)
-        lse_EC[:, queries] = lse[0]
+    buffers = Buffers(q_CEK)
+    for queries, keys, hidden in _pieces(lines, q_CEK):
+        kv = [x[keys].transpose(0, 1) for x in (k_CGK, v_CGK)]
+        hidden_RS = hidden.repeat_interleave(E // G, 0)
+        o_GRK, lse_GR = tile_forward(_rows(q_CEK[queries], G), *kv, buffers, hidden_RS)
+        o_CEK[queries] = _lines(o_GRK, len(hidden))
+        lse_EC[:, queries] = _lines(lse_GR, len(hidden)).T
     return o_CEK, lse_EC
 
 
@@ -293,105 +278,21 @@ def _pieces_backward(
     o_CEK: Tensor,
     lse_EC: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    E = q_CEK.shape[1]
+    E, K = q_CEK.shape[1:]
     G = k_CGK.shape[1]
     dq_CEK = torch.empty_like(q_CEK)
     dk_CGK = torch.zeros_like(k_CGK, dtype=torch.float32)
     dv_CGK = torch.zeros_like(v_CGK, dtype=torch.float32)
-    for queries, keys, bias in _pieces(lines, q_CEK):
-        dq, dk, dv = _backward(
-            _heads_first(do_CEK[queries]),
-            _heads_first(q_CEK[queries]),
-            _repeat(k_CGK[keys], E),
-            _repeat(v_CGK[keys], E),
-            _heads_first(o_CEK[queries]),
-            lse_EC[None, :, queries],
-            bias,
-        )
-        dq_CEK[queries] = dq[0].transpose(0, 1)
-        dk_CGK[keys] += _sum_of_groups(dk, G)
-        dv_CGK[keys] += _sum_of_groups(dv, G)
+    buffers = Buffers(q_CEK)
+    for queries, keys, hidden in _pieces(lines, q_CEK):
+        do = do_CEK[queries]
+        delta = (do.float() * o_CEK[queries]).sum(-1)
+        inputs = q_CEK[queries], do, lse_EC.T[queries], delta
+        inputs = BackwardInputs(*(_rows(x, G) for x in inputs))
+        kv = [x[keys].transpose(0, 1) for x in (k_CGK, v_CGK)]
+        hidden_RS = hidden.repeat_interleave(E // G, 0)
+        dq_GRK, dk_GSK, dv_GSK = tile_backward(inputs, *kv, buffers, hidden_RS)
+        dq_CEK[queries] = _lines(dq_GRK, len(hidden)) * K**-0.5
+        dk_CGK[keys] += dk_GSK.transpose(0, 1) * K**-0.5
+        dv_CGK[keys] += dv_GSK.transpose(0, 1)
     return dq_CEK, dk_CGK.to(k_CGK.dtype), dv_CGK.to(v_CGK.dtype)
-
-
-def _heads_first(x_CEK: Tensor) -> Tensor:
-    """[1, E, C, K]."""
-    return x_CEK.transpose(0, 1)[None]
-
-
-def _repeat(x_SGK: Tensor, heads: int) -> Tensor:
-    """[1, heads, S, K]: the KV head of each query head."""
-    x_SEK = x_SGK.repeat_interleave(heads // x_SGK.shape[1], 1)
-    return _heads_first(x_SEK)
-
-
-def _sum_of_groups(dx_1ESK: Tensor, G: int) -> Tensor:
-    """[S, G, K] in fp32."""
-    dx_GMSK = dx_1ESK[0].unflatten(0, (G, -1))
-    return dx_GMSK.float().sum(1).transpose(0, 1)
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    causal = bias is None
-    if platform().device(q).type == "cpu":
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return flash(q, k, v, 0.0, causal, attn_mask=bias)
-
-    heads, count = q.shape[1:3]
-    if bias is not None:
-        bias = bias.expand(1, heads, -1, -1)
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    o, lse, *_ = efficient(q, k, v, bias, True, 0.0, causal)
-    return o, lse[:, :, :count]
-
-
-def _backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    causal = bias is None
-    if platform().device(q).type == "cpu":
-        flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return flash_backward(
-            do,
-            q,
-            k,
-            v,
-            o,
-            lse,
-            0.0,
-            causal,
-            attn_mask=bias,
-        )
-
-    heads, count = q.shape[1:3]
-    if bias is not None:
-        bias = bias.expand(1, heads, -1, -1)
-    lse = torch.nn.functional.pad(lse, (0, -count % LSE_STEP), value=torch.inf)
-    unread = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of dropout
-    efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-    dq, dk, dv, _ = efficient_backward(
-        do,
-        q,
-        k,
-        v,
-        bias,
-        o,
-        lse,
-        unread,
-        unread,
-        0.0,
-        [True, True, True, False],
-        causal,
-    )
-    return dq, dk, dv

@@ -169,19 +169,15 @@ def refusal(
     dtype: torch.dtype,
     block: int,
     device: torch.device | None,
-    stock: bool = False,
 ) -> str | None:
     """Why the kernels do not serve these sizes on the device, or None if they do; no device stands
-    for a GPU that is not at hand. `stock`: PyTorch's attention kernels take part, too.
+    for a GPU that is not at hand.
     """
     keys = f"{padded(block) * padded(K) * dtype.itemsize / 1024:g} KiB of keys per block"
     given = f"the Triton kernels of sparse attention were given {dtype}"
     if M > 64 or K > 256 or block > 128 or padded(block) * padded(K) * dtype.itemsize > 2**15:
         sizes = f"{M} query heads per KV head, head dim {K}, blocks of {block} tokens, {keys}"
         return f"{given}, {sizes}; the limits are 64, 256, 128 and 32 KiB: {REMEDY}"
-    multiple = 16 // dtype.itemsize
-    if stock and K % multiple:
-        return f"{given} and head dim {K}, which must be a multiple of {multiple}: {REMEDY}"
     if device is None:
         return None
     if not supported(dtype, device):
@@ -205,13 +201,12 @@ def require(
     q_BTHK: Tensor,
     k_BSGK: Tensor,
     block: int,
-    stock: bool = False,
 ) -> None:
     """ValueError if the kernels do not run on these tensors; see `refusal`."""
     if q_BTHK.is_meta:  # the planner, whose tensors have no values, launches nothing
         return
     M = q_BTHK.shape[2] // k_BSGK.shape[2]
-    words = refusal(M, q_BTHK.shape[3], q_BTHK.dtype, block, q_BTHK.device, stock)
+    words = refusal(M, q_BTHK.shape[3], q_BTHK.dtype, block, q_BTHK.device)
     if words:
         raise ValueError(words)
 

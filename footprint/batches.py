@@ -5,9 +5,7 @@ depends on them but that of the batch. Workers are other processes: neither thei
 nor the batches that wait in the memory shared with them.
 """
 
-import contextlib
 import copy
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -17,16 +15,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Sampler, Subset, WeightedRandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from footprint.patches import patched
+from footprint.patches import Patches
 from footprint.places import StepTracker
 from footprint.values import KnownValues
 
 DEEPEST = 3  # levels of objects in which a batch's tensors are looked for
 
 
-@contextlib.contextmanager
-def real_batches(tracker: StepTracker) -> Iterator[None]:
-    """Loaders inside the `with` block read real data in this process, and give fake batches."""
+def real_batches(tracker: StepTracker) -> Patches:
+    """Loaders read real data in this process, and give fake batches."""
     start = DataLoader.__iter__
     read = _BaseDataLoaderIter.__next__
     choose = DataLoader._get_iterator
@@ -40,15 +37,13 @@ def real_batches(tracker: StepTracker) -> Iterator[None]:
             batch = read(batches)
         return _imagined(batch, tracker, DEEPEST)
 
-    patches = {
+    return {
         (DataLoader, "__iter__"): started,
         (_BaseDataLoaderIter, "__next__"): imagined,
         (DataLoader, "_get_iterator"): lambda loader: choose(
             _without_workers(loader, tracker.known)
         ),
     }
-    with patched(patches):
-        yield
 
 
 def _without_workers(loader: DataLoader, known: KnownValues) -> DataLoader:

@@ -4,15 +4,12 @@ Each rule names its source in PyTorch. What no rule covers is listed by `not_mod
 operators that the step has run.
 """
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from footprint.copies import HALF
@@ -159,25 +156,6 @@ RULES: dict[Callable, Callable] = {
     F.dropout: dropout,
     F.rms_norm: rms_norm,
 }
-
-
-@contextlib.contextmanager
-def gpu_optimizers() -> Iterator[None]:
-    """Optimizers take the implementation over lists of tensors unless they are told otherwise, as
-    they do for parameters on CUDA (torch/optim/optimizer.py, _default_to_fused_or_foreach).
-    """
-
-    def choose(optimizer: Optimizer, args, kwargs) -> None:
-        for group in optimizer.param_groups:
-            undecided = "foreach" in group and group["foreach"] is None
-            if undecided and not group.get("fused") and not group.get("differentiable"):
-                group["foreach"] = True
-
-    handle = register_optimizer_step_pre_hook(choose)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def not_modelled(trace: Trace, tracker: StepTracker, ranks: int) -> list[str]:

@@ -266,6 +266,8 @@ class StepTracker(Tracker):
             )
         self.adopt_optimizer(optimizer)
         for group in optimizer.param_groups:
+            if self.target == "cuda":
+                take_lists(group)
             for parameter in group["params"]:
                 self._note_gradient(parameter)
         self.in_optimizer += 1
@@ -275,6 +277,15 @@ class StepTracker(Tracker):
         self.in_optimizer -= 1
         self.outside = END
         self.locate()
+
+
+def take_lists(group: dict) -> None:
+    """On CUDA an optimizer takes the implementation over lists of tensors unless it is told
+    otherwise (torch/optim/optimizer.py, _default_to_fused_or_foreach).
+    """
+    undecided = "foreach" in group and group["foreach"] is None
+    if undecided and not group.get("fused") and not group.get("differentiable"):
+        group["foreach"] = True
 
 
 def refuse_results(outputs: object) -> None:

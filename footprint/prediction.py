@@ -23,21 +23,22 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from footprint.batches import real_batches
-from footprint.compiled import refusing_compiled
-from footprint.cuda import CudaOperators, gpu_optimizers
+from footprint.cuda import CudaOperators
 from footprint.device import Card, target_card
-from footprint.fakes import FakeTensors
 from footprint.measure import peak_of_last
-from footprint.modes import switched_on
-from footprint.network import no_network
+from footprint.operators import FakeTensors
 from footprint.outside import (
+    Connects,
     arrays,
     gpu_scalers,
+    no_network,
     offloading,
     random_states,
+    refusing_compiled,
     saving_nothing,
 )
 from footprint.owners import adopt, label, move_data
+from footprint.patches import patched, switched_on
 from footprint.places import DEPTH, StepTracker
 from footprint.ranks import GlooWorkspaces, as_rank, group_ends
 from footprint.refusal import ON_THE_CPU, Refused, place_of
@@ -139,7 +140,7 @@ def predict(
 def observe(build: Callable[[], State], step: Callable[[State], object]) -> Report:
     """The same report of two real steps on this machine's CPU."""
     tracker = _tracker(None, fake=False, depth=DEPTH)
-    with random_states(tracker), tracker:
+    with patched(random_states(tracker)), tracker:
         trace_two_steps(tracker, build, step)
     return Report.of(tracker, None, 1)
 
@@ -256,38 +257,26 @@ def _on_fake_tensors(
     tracker: StepTracker, card: Card | None, answers: Mapping[str, object], ranks: int = 1
 ) -> Iterator[None]:
     """Operators inside the `with` block allocate nothing and are recorded; errors are refusals."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(no_network())
-        stack.enter_context(_refusing())
-        stack.enter_context(refusing_compiled())
-        stack.enter_context(warnings.catch_warnings())
+    patches = no_network() | refusing_compiled() | undisclosed() | written_as_json()
+    patches |= saving_nothing() | real_batches(tracker)
+    reading = Reading(tracker.known, answers)
+    tracker.read_argument = reading.argument
+    modes: list[TorchFunctionMode] = [reading]
+    if card:
+        patches |= gpu_scalers() | offloading(tracker)
+        modes = [CudaOperators(), reading, AsWritten(tracker.memories)]
+    else:
+        patches |= random_states(tracker) | arrays(tracker)
+    fake_tensors = FakeTensors()
+    tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo
+    with_device = with_a_device(tracker, ranks, card) if card else contextlib.nullcontext()
+    with _refusing(), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*CUDA is not available.*Disabling")
         # on a CPU without CUDA, it really is disabled
         warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA")
-        stack.enter_context(undisclosed())
-        stack.enter_context(written_as_json())
-        stack.enter_context(saving_nothing())
-        stack.enter_context(real_batches(tracker))
         warnings.filterwarnings("ignore", message="Accessing the data pointer")  # by deepcopy
-        fake_tensors = FakeTensors()
-        tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo
-        stack.enter_context(fake_tensors)
-        reading = Reading(tracker.known, answers)
-        tracker.read_argument = reading.argument
-        modes: list[TorchFunctionMode] = [reading]
-        if card:
-            stack.enter_context(gpu_optimizers())
-            stack.enter_context(gpu_scalers())
-            stack.enter_context(offloading(tracker))
-            stack.enter_context(with_a_device(tracker, ranks, card))
-            modes.insert(0, CudaOperators())
-            modes.append(AsWritten(tracker.memories))
-        else:
-            stack.enter_context(random_states(tracker))
-            stack.enter_context(arrays(tracker))
-        stack.enter_context(switched_on(modes))
-        stack.enter_context(tracker)
-        yield
+        with patched(patches), fake_tensors, with_device, switched_on(modes), tracker:
+            yield
 
 
 @contextlib.contextmanager
@@ -295,6 +284,8 @@ def _refusing() -> Iterator[None]:
     """What fake tensors cannot do is refused in one line."""
     try:
         yield
+    except Connects as error:
+        raise Refused(str(error)) from None
     except DynamicOutputShapeException as error:
         raise Refused(_words(error, "has a result whose shape depends on values")) from error
     except DataDependentOutputException as error:

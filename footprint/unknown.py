@@ -5,7 +5,6 @@ wants a plain float (`float(loss)`, `math.exp`), they are 1, too, and the report
 unless the user has given the number.
 """
 
-import contextlib
 import dis
 import json
 import json.encoder
@@ -13,12 +12,12 @@ import numbers
 import operator
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from footprint.patches import patched
+from footprint.patches import Patches
 from footprint.refusal import HERE, TORCH, Refused
 
 USUAL = 1.0  # in place of every number that is not known
@@ -155,10 +154,9 @@ def is_formatting() -> bool:
     return running == "BINARY_OP"
 
 
-@contextlib.contextmanager
-def written_as_json() -> Iterator[None]:
-    """Unknown numbers inside the `with` block can be written by `json`: by its encoder in C, which
-    asks for a default, and by that in Python, which takes them for floats.
+def written_as_json() -> Patches:
+    """Unknown numbers can be written by `json`: by its encoder in C, which asks for a default, and
+    by that in Python, which takes them for floats.
     """
     default = json.JSONEncoder.default
     make = json.encoder._make_iterencode
@@ -172,5 +170,4 @@ def written_as_json() -> Iterator[None]:
 
         return make(markers, default, encoder, indent, known, *others)
 
-    with patched({(json.JSONEncoder, "default"): plain, (json.encoder, "_make_iterencode"): made}):
-        yield
+    return {(json.JSONEncoder, "default"): plain, (json.encoder, "_make_iterencode"): made}

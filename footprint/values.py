@@ -9,7 +9,6 @@ Values that do not depend on weights are known: of small tensors made by `arange
 for the twin; where one is read, the prediction is that of this draw, and says so.
 """
 
-import contextlib
 import itertools
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from footprint.patches import patched
+from footprint.patches import Patches
 from footprint.refusal import HERE, TORCH, Refused, lines, place
 from footprint.unknown import USUAL, Reads, Unknown, branches, is_formatting
 
@@ -466,11 +465,11 @@ class Undisclosed(metaclass=_TellsTorchOnly):
     """In place of FakeTensor's public name: only PyTorch is told whether a tensor is fake."""
 
 
-def undisclosed() -> contextlib.AbstractContextManager[None]:
-    """Models inside the `with` block run as they do on real tensors.
+def undisclosed() -> Patches:
+    """Models run as they do on real tensors.
 
     `transformers` asks whether a tensor is fake, to read no value of it. Then it makes attention
     masks that the real step does without, and attention takes another kernel. Here small values
     are known, and others are refused where they are read.
     """
-    return patched({(torch._subclasses, "FakeTensor"): Undisclosed})
+    return {(torch._subclasses, "FakeTensor"): Undisclosed}

@@ -22,7 +22,7 @@ from torch.utils import _device
 from footprint.allocator import GIB
 from footprint.device import Card, cublas_size, multiplying_threads
 from footprint.memories import DEVICE, HOST, Memories, Moved
-from footprint.patches import patched
+from footprint.patches import Patches, patched
 from footprint.places import StepTracker, local
 from footprint.refusal import HERE, TORCH
 from footprint.tracker import Tracker
@@ -242,10 +242,10 @@ IDLE = (
 )
 
 
-def _answers(tracker: Tracker, ranks: int, card: Card) -> dict[tuple[object, str], object]:
+def _answers(tracker: Tracker, ranks: int, card: Card) -> Patches:
     """What torch.cuda and torch.accelerator say to the step."""
     cuda, accelerator = torch.cuda, torch.accelerator
-    found: dict[tuple[object, str], object] = {}
+    found: Patches = {}
     constants = {
         "is_available": True,
         "is_initialized": True,
@@ -278,7 +278,7 @@ def _answers(tracker: Tracker, ranks: int, card: Card) -> dict[tuple[object, str
     return found
 
 
-def _autocast() -> dict[tuple[object, str], object]:
+def _autocast() -> Patches:
     """Autocast for CUDA is that of the CPU, in the precision that CUDA takes by itself."""
     start = autocast.__init__
     enabled = torch.is_autocast_enabled

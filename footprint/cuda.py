@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from footprint.copies import HALF
 from footprint.patches import patched
@@ -51,16 +50,6 @@ ON_A_CPU = {
 AUTOCAST = "operators that autocast runs in another precision on CUDA than on a CPU"
 RECURRENT = "recurrent layers, which cuDNN runs in one kernel: taken as a CPU runs them"
 RANKS = "parameters that FSDP2 gathers ahead, and buckets that NCCL holds, on streams of their own"
-
-
-class CudaOperators(TorchFunctionMode):
-    """Functions of PyTorch that allocate something else on CUDA."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        rule = RULES.get(func)
-        if rule is None:
-            return func(*args, **(kwargs or {}))
-        return rule(*args, **(kwargs or {}))
 
 
 def attention(
@@ -150,6 +139,7 @@ def multi_head_attention(*args, **kwargs) -> tuple[Tensor, Tensor | None]:
 
 
 MULTI_HEAD = F.multi_head_attention_forward
+# functions of PyTorch -> what they allocate on CUDA
 RULES: dict[Callable, Callable] = {
     MULTI_HEAD: multi_head_attention,
     F.scaled_dot_product_attention: attention,

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from footprint.batches import real_batches
-from footprint.cuda import CudaOperators
+from footprint.cuda import RULES
 from footprint.device import Card, target_card
 from footprint.measure import peak_of_last
 from footprint.operators import FakeTensors
@@ -259,12 +259,12 @@ def _on_fake_tensors(
     """Operators inside the `with` block allocate nothing and are recorded; errors are refusals."""
     patches = no_network() | refusing_compiled() | undisclosed() | written_as_json()
     patches |= saving_nothing() | real_batches(tracker)
-    reading = Reading(tracker.known, answers)
+    reading = Reading(tracker.known, answers, RULES if card else {})
     tracker.read_argument = reading.argument
     modes: list[TorchFunctionMode] = [reading]
     if card:
         patches |= gpu_scalers() | offloading(tracker)
-        modes = [CudaOperators(), reading, AsWritten(tracker.memories)]
+        modes.append(AsWritten(tracker.memories))
     else:
         patches |= random_states(tracker) | arrays(tracker)
     fake_tensors = FakeTensors()

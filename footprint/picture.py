@@ -8,12 +8,11 @@ colour-blind readers can tell apart. Sizes are bytes; GiB = 2^30 bytes.
 
 from html import escape
 from itertools import groupby
-from operator import itemgetter
 
 from footprint.allocator import GIB, MIB, Replay
 from footprint.html import PALETTE, nice, title
 from footprint.timeline import Moment, alike, by_name, columns, largest, moments, sampled
-from footprint.trace import CATEGORIES, Storage, Trace
+from footprint.trace import CATEGORIES, Storage, Trace, first_of_each
 
 # From the bottom to the top: what changes least lies below
 COLOURS = {
@@ -161,18 +160,13 @@ def axis(scale: Scale) -> str:
 
 def bands(trace: Trace, scale: Scale) -> str:
     """Two rows below the areas: the phases, and the stages."""
-    phases = [(time, phase(name)) for time, name in trace.stages]
-    return _band(phases, scale, FLOOR + 6) + _band(trace.stages, scale, FLOOR + 26)
-
-
-def phase(stage: str) -> str:
-    """The phase that a stage belongs to: the last word of its name."""
-    return stage.rpartition(" ")[2].replace("recompute", "backward")
+    named = [(time, phase.replace("recompute", "backward")) for time, phase in trace.phases]
+    return _band(named, scale, FLOOR + 6) + _band(trace.stages, scale, FLOOR + 26)
 
 
 def _band(starts: list[tuple[int, str]], scale: Scale, y: int) -> str:
     """A row of boxes, each with its name if the name has room."""
-    merged = [next(same) for _, same in groupby(starts, itemgetter(1))]
+    merged = first_of_each(starts)
     ends = [time for time, _ in merged[1:]] + [scale.last]
     shades: dict[str, float] = {}
     boxes = []

@@ -5,7 +5,6 @@ forward starts and ends and when any optimizer steps; a hook on a module's outpu
 backward reaches it; and whether the autograd engine runs can be asked before every operator.
 """
 
-import bisect
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
@@ -80,8 +79,6 @@ class StepTracker(Tracker):
         self.known = known
         self.memories = Memories(self)
         self.depth = depth
-        self.phases: list[tuple[int, str]] = [(0, START)]  # (time, the phase that starts then)
-        self.phase = START
 
         self.names = weakref.WeakKeyDictionary()  # module -> its name
         # weak references, in the order in which they were seen: what the step drops is gone
@@ -125,7 +122,9 @@ class StepTracker(Tracker):
                 self.outside = GRADIENTS
             self.graph_task = task
         phase, module = self._place(task != -1)
-        self._enter_phase(phase, module)
+        stage = stage_name(phase, module, self.depth)
+        if stage != self.stage or module != self.module:
+            self.enter(stage, module)
 
     def _place(self, backward: bool) -> tuple[str, str]:
         if self.in_optimizer:
@@ -140,32 +139,22 @@ class StepTracker(Tracker):
             return BACKWARD, self.reached
         return self.outside, ""
 
-    def _enter_phase(self, phase: str, module: str) -> None:
-        stage = stage_name(phase, module, self.depth)
-        if phase != self.phase:
-            self.phases.append((self.time + 1, phase))
-            self.phase = phase
-        if stage != self.stage or module != self.module:
-            self.enter(stage, module)
-
     def begin(self, config: dict) -> None:
         super().begin(config)
         self.known.begin()
-        self.phases = [(0, START)]
-        self.phase = START
         self.outside = START
 
     def begin_step(self) -> dict[int, str]:
         """Record from here; returns which phase made what is alive (id of a storage -> phase)."""
         self.locate()
-        phases = self.phases
-        made = {event.storage: event.time for event in self.trace.events if event.bytes > 0}
-        self.first_peak, _ = self.trace.peak()
-        self.multiplied = multiplying_threads(self.trace)
+        before = self.trace
+        made = {event.storage: event.time for event in before.events if event.bytes > 0}
+        self.first_peak, _ = before.peak()
+        self.multiplied = multiplying_threads(before)
         self.begin({})
         self.known.reads.places.clear()
         alive = self.trace.storages.keys() & made.keys()  # without storages of no bytes
-        return {identity: phase_at(phases, made[identity]) for identity in alive}
+        return {identity: before.phase_at(made[identity]) for identity in alive}
 
     def run(self, func, args, kwargs):
         self.autocast = self.autocast or torch.is_autocast_enabled("cpu")
@@ -307,8 +296,3 @@ def refuse_results(outputs: object) -> None:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)
-
-
-def phase_at(phases: list[tuple[int, str]], time: int) -> str:
-    """The phase that runs at `time`."""
-    return phases[bisect.bisect_right(phases, time, key=lambda start: start[0]) - 1][1]

@@ -25,7 +25,6 @@ from footprint.memories import DEVICE, HOST, Memories, Moved
 from footprint.patches import Patches, patched
 from footprint.places import StepTracker, local
 from footprint.refusal import HERE, TORCH
-from footprint.tracker import Tracker
 
 MODULES = torch.nn.modules.module.__file__  # where Module.to moves tensors for the step
 CUDA = torch.device("cuda", 0)
@@ -218,34 +217,29 @@ DOES_NOTHING = (
     "seed",
     "seed_all",
     "set_device",
+    "set_device_index",
     "set_rng_state",
     "set_rng_state_all",
 )
-COUNTERS = {
-    "memory_allocated": "allocated",
-    "memory_reserved": "allocated",
-    "max_memory_allocated": "peak",
-    "max_memory_reserved": "peak",
-    "reset_peak_memory_stats": "reset",
-    "mem_get_info": "free",
-    "memory_stats": "stats",
-}
+IDLE = ("Stream", "Event", "stream", "device", "current_stream", "default_stream")
 
 
-IDLE = (
-    "Stream",
-    "Event",
-    "stream",
-    "device",
-    "current_stream",
-    "default_stream",
-)
-
-
-def _answers(tracker: Tracker, ranks: int, card: Card) -> Patches:
+def _answers(tracker: StepTracker, ranks: int, card: Card) -> Patches:
     """What torch.cuda and torch.accelerator say to the step."""
-    cuda, accelerator = torch.cuda, torch.accelerator
-    found: Patches = {}
+    meter = Meter(tracker, card)
+    answers = dict.fromkeys(DOES_NOTHING, constant(None)) | dict.fromkeys(IDLE, Idle)
+    answers |= {
+        "get_device_properties": lambda *_, **__: properties(card),
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "get_rng_state_all": lambda *_: [torch.get_rng_state()],
+        "memory_allocated": meter.allocated,
+        "memory_reserved": meter.allocated,
+        "max_memory_allocated": meter.peak,
+        "max_memory_reserved": meter.peak,
+        "reset_peak_memory_stats": meter.reset,
+        "mem_get_info": meter.free,
+        "memory_stats": meter.stats,
+    }
     constants = {
         "is_available": True,
         "is_initialized": True,
@@ -256,25 +250,16 @@ def _answers(tracker: Tracker, ranks: int, card: Card) -> Patches:
         "current_accelerator": torch.device("cuda"),
         "get_device_name": f"NVIDIA {card.name}",
         "get_device_capability": divmod(card.cc, 10),
-        "set_device_index": None,
         "memory_summary": "",
     }
-    for owner in (cuda, accelerator):
-        for name, value in constants.items():
+    found: Patches = {}
+    for owner in (torch.cuda, torch.accelerator):
+        told = {
+            name: constant(value, getattr(owner, name, None)) for name, value in constants.items()
+        }
+        for name, answer in (answers | told).items():
             if name in vars(owner):
-                found[owner, name] = constant(value, getattr(owner, name))
-        for name in DOES_NOTHING:
-            if name in vars(owner):
-                found[owner, name] = constant(None)
-        meter = Meter(tracker, card)
-        for name, counter in COUNTERS.items():
-            if name in vars(owner):
-                found[owner, name] = getattr(meter, counter)
-    for name in IDLE:
-        found[cuda, name] = Idle
-    found[cuda, "get_device_properties"] = lambda *_, **__: properties(card)
-    found[cuda, "get_rng_state"] = lambda *_: torch.get_rng_state()
-    found[cuda, "get_rng_state_all"] = lambda *_: [torch.get_rng_state()]
+                found[owner, name] = answer
     return found
 
 

@@ -224,22 +224,11 @@ DOES_NOTHING = (
 IDLE = ("Stream", "Event", "stream", "device", "current_stream", "default_stream")
 
 
-def _answers(tracker: StepTracker, ranks: int, card: Card) -> Patches:
-    """What torch.cuda and torch.accelerator say to the step."""
+def _answers(owner: types.ModuleType, tracker: StepTracker, ranks: int, card: Card) -> Patches:
+    """What torch.cuda or torch.accelerator says to the step. Each name has a function of its own:
+    the compiler of PyTorch keeps rules by function.
+    """
     meter = Meter(tracker, card)
-    answers = dict.fromkeys(DOES_NOTHING, constant(None)) | dict.fromkeys(IDLE, Idle)
-    answers |= {
-        "get_device_properties": lambda *_, **__: properties(card),
-        "get_rng_state": lambda *_: torch.get_rng_state(),
-        "get_rng_state_all": lambda *_: [torch.get_rng_state()],
-        "memory_allocated": meter.allocated,
-        "memory_reserved": meter.allocated,
-        "max_memory_allocated": meter.peak,
-        "max_memory_reserved": meter.peak,
-        "reset_peak_memory_stats": meter.reset,
-        "mem_get_info": meter.free,
-        "memory_stats": meter.stats,
-    }
     constants = {
         "is_available": True,
         "is_initialized": True,
@@ -252,15 +241,21 @@ def _answers(tracker: StepTracker, ranks: int, card: Card) -> Patches:
         "get_device_capability": divmod(card.cc, 10),
         "memory_summary": "",
     }
-    found: Patches = {}
-    for owner in (torch.cuda, torch.accelerator):
-        told = {
-            name: constant(value, getattr(owner, name, None)) for name, value in constants.items()
-        }
-        for name, answer in (answers | told).items():
-            if name in vars(owner):
-                found[owner, name] = answer
-    return found
+    found = {name: constant(value, vars(owner).get(name)) for name, value in constants.items()}
+    found |= {name: constant(None) for name in DOES_NOTHING} | dict.fromkeys(IDLE, Idle)
+    found |= {
+        "get_device_properties": lambda *_, **__: properties(card),
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "get_rng_state_all": lambda *_: [torch.get_rng_state()],
+        "memory_allocated": meter.allocated,
+        "memory_reserved": meter.allocated,
+        "max_memory_allocated": meter.peak,
+        "max_memory_reserved": meter.peak,
+        "reset_peak_memory_stats": meter.reset,
+        "mem_get_info": meter.free,
+        "memory_stats": meter.stats,
+    }
+    return {(owner, name): answer for name, answer in found.items() if name in vars(owner)}
 
 
 def _autocast() -> Patches:
@@ -315,7 +310,9 @@ def with_a_device(tracker: StepTracker, ranks: int, card: Card) -> Iterator[None
     """Steps inside the `with` block find a CUDA device."""
     default, environment = torch._GLOBAL_DEVICE_CONTEXT, dict(os.environ)
     before = getattr(default, "device_context", None)
-    patches = _answers(tracker, ranks, card) | _autocast() | {(torch, "Generator"): Generator}
+    patches = _autocast() | {(torch, "Generator"): Generator}
+    for owner in (torch.cuda, torch.accelerator):
+        patches |= _answers(owner, tracker, ranks, card)
     patches[Tensor, "record_stream"] = constant(None)
     patches[FakeTensor, "device"] = _device_of_fakes(tracker.memories)
     if ranks > 1:

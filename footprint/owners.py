@@ -64,12 +64,14 @@ def adopt(tracker: StepTracker, state: object) -> None:
 
 def move_data(tracker: StepTracker, state: object) -> None:
     """What the loaders of a state hold is in host memory, also if a GPU runs the step."""
+    moved = set()
     for value in holdings(state):
         if not isinstance(value, DataLoader | _BaseDataLoaderIter):
             continue
         for held in holdings(value):
             if isinstance(held, Tensor) and not isinstance(held, nn.Parameter):
-                tracker.move_to_host(held)
+                moved.add(tracker.identity(held))
+    tracker.move_to_host(moved)
 
 
 # ---- categories

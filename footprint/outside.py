@@ -22,6 +22,14 @@ from footprint.tracker import Tracker
 LOCAL = ("localhost", "127.", "::1", "0.0.0.0")
 
 
+def patches(tracker: StepTracker) -> Patches:
+    """All of them that a prediction for the tracker's target needs."""
+    found = no_network() | refusing_compiled() | saving_nothing()
+    if tracker.target == "cuda":
+        return found | gpu_scalers() | offloading(tracker)
+    return found | random_states(tracker) | arrays(tracker)
+
+
 def random_states(tracker: Tracker) -> Patches:
     """The tracker sees the states of random numbers that are saved.
 

@@ -59,7 +59,7 @@ def adopt(tracker: StepTracker, state: object) -> None:
         tracker.adopt(model, "" if index == 0 else type(model).__name__)
     for value in held:
         if isinstance(value, Optimizer):
-            tracker.adopt_optimizer(value)
+            tracker.optimizers[value] = None
 
 
 def move_data(tracker: StepTracker, state: object) -> None:

@@ -81,9 +81,9 @@ class StepTracker(Tracker):
         self.depth = depth
 
         self.names = weakref.WeakKeyDictionary()  # module -> its name
-        # weak references, in the order in which they were seen: what the step drops is gone
-        self.seen_models: list[weakref.ref[nn.Module]] = []
-        self.seen_optimizers: list[weakref.ref[Optimizer]] = []
+        # those that are alive, in the order in which they were seen
+        self.roots = weakref.WeakKeyDictionary()
+        self.optimizers = weakref.WeakKeyDictionary()
         # modules whose forwards run now: the name, and whether it started in a backward
         self.running: list[tuple[str, bool]] = []
         self.in_optimizer = 0
@@ -100,16 +100,6 @@ class StepTracker(Tracker):
         self.recurrent = False  # whether any recurrent layer ran
         self.first_peak = 0  # bytes, before the step that is recorded
         self.multiplied: set[str] = set()  # threads that have, before that step
-
-    @property
-    def roots(self) -> list[nn.Module]:
-        """The models that are alive."""
-        return [model for reference in self.seen_models if (model := reference()) is not None]
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers that are alive."""
-        return [found for reference in self.seen_optimizers if (found := reference()) is not None]
 
     # ---- where it is
 
@@ -192,17 +182,13 @@ class StepTracker(Tracker):
         """Name the modules of a model, and watch the gradients of its parameters."""
         if model in self.names:
             return
-        self.seen_models.append(weakref.ref(model))
+        self.roots[model] = None
         for name, module in model.named_modules(prefix=prefix):
             self.names.setdefault(module, name)
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
                 hook = parameter.register_post_accumulate_grad_hook(self._note_gradient)
                 self.handles.append(hook)
-
-    def adopt_optimizer(self, optimizer: Optimizer) -> None:
-        if not any(optimizer is known for known in self.optimizers):
-            self.seen_optimizers.append(weakref.ref(optimizer))
 
     def _note_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -226,7 +212,7 @@ class StepTracker(Tracker):
 
     def _forward_starts(self, module: nn.Module, args) -> None:
         if module not in self.names:
-            self.adopt(module, "" if not self.seen_models else type(module).__name__)
+            self.adopt(module, type(module).__name__ if self.roots else "")
         self.recurrent = self.recurrent or isinstance(module, nn.RNNBase)
         self.running.append((self.names[module], in_backward()))
         self.locate()
@@ -253,7 +239,7 @@ class StepTracker(Tracker):
                 f"{place()}: LBFGS decides by every loss how often it runs the step, so it is not "
                 "predicted: predict one closure with SGD, and add 2 x history_size parameters"
             )
-        self.adopt_optimizer(optimizer)
+        self.optimizers[optimizer] = None
         for group in optimizer.param_groups:
             if self.target == "cuda":
                 take_lists(group)

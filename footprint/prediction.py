@@ -2,8 +2,7 @@
 
 `predict(build, step)` runs both on fake tensors, which have shapes but no memory, and records every
 storage that they would allocate. Two steps run: the first makes the optimizer's states, the second
-is like all that follow. `observe` records
-the same of a real run on this machine's CPU, and `measure` asks the CPU's allocator.
+is like all that follow. `measure` asks the CPU's allocator what a real step took.
 """
 
 import contextlib
@@ -22,21 +21,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
+from footprint import outside
 from footprint.batches import real_batches
 from footprint.cuda import RULES
 from footprint.device import Card, target_card
 from footprint.measure import peak_of_last
 from footprint.operators import FakeTensors
-from footprint.outside import (
-    Connects,
-    arrays,
-    gpu_scalers,
-    no_network,
-    offloading,
-    random_states,
-    refusing_compiled,
-    saving_nothing,
-)
 from footprint.owners import adopt, label, move_data
 from footprint.patches import patched, switched_on
 from footprint.places import DEPTH, StepTracker
@@ -45,7 +35,7 @@ from footprint.refusal import ON_THE_CPU, Refused, place_of
 from footprint.report import Report
 from footprint.unknown import branches, written_as_json
 from footprint.values import KERNEL, KnownValues, Reading, undisclosed
-from footprint.workspace import KernelWorkspaces, ProbedWorkspaces
+from footprint.workspace import KernelWorkspaces
 from footprint.written import AsWritten, with_a_device
 
 State = TypeVar("State")
@@ -127,7 +117,7 @@ def predict(
     card = target_card(target)
     if world_size < 1:
         raise Refused(f"world_size {world_size} is out of range: give the number of ranks")
-    tracker = _tracker(card, fake=True, depth=depth)
+    tracker = _tracker(card, depth)
     with (
         fake_process_group(world_size),
         as_rank(world_size, _start_fake_group),
@@ -135,14 +125,6 @@ def predict(
     ):
         trace_two_steps(tracker, build, step)
     return Report.of(tracker, card, world_size)
-
-
-def observe(build: Callable[[], State], step: Callable[[State], object]) -> Report:
-    """The same report of two real steps on this machine's CPU."""
-    tracker = _tracker(None, fake=False, depth=DEPTH)
-    with patched(random_states(tracker)), tracker:
-        trace_two_steps(tracker, build, step)
-    return Report.of(tracker, None, 1)
 
 
 def measure(build: Callable[[], State], step: Callable[[State], object]) -> int:
@@ -156,10 +138,9 @@ def measure(build: Callable[[], State], step: Callable[[State], object]) -> int:
     return peak_of_last(first_step, step)
 
 
-def _tracker(card: Card | None, fake: bool, depth: int) -> StepTracker:
-    on_cpu = GlooWorkspaces if fake else ProbedWorkspaces
-    workspaces = KernelWorkspaces("cuda") if card else on_cpu("cpu")
-    return StepTracker(workspaces, fake, KnownValues(), depth)
+def _tracker(card: Card | None, depth: int) -> StepTracker:
+    workspaces = KernelWorkspaces("cuda") if card else GlooWorkspaces("cpu")
+    return StepTracker(workspaces, True, KnownValues(), depth)
 
 
 # ---- the step
@@ -205,7 +186,7 @@ class Recording:
     ):
         self.card = target_card(target)
         self.answers = answers
-        self.tracker = _tracker(self.card, fake=True, depth=depth)
+        self.tracker = _tracker(self.card, depth)
         self.optimizer: Optimizer | None = None  # whose steps are counted
         self.origins: dict[int, str] | None = None  # since its first step
         self.report: Report | None = None
@@ -226,7 +207,6 @@ class Recording:
         if self.origins is None:
             self.origins = self.tracker.begin_step()
             return
-        adopt(self.tracker, self.tracker.roots)
         label(self.tracker, None, self.origins)
         self.tracker.known.suppose_numbers()
         self.report = Report.of(self.tracker, self.card, 1)
@@ -257,16 +237,12 @@ def _on_fake_tensors(
     tracker: StepTracker, card: Card | None, answers: Mapping[str, object], ranks: int = 1
 ) -> Iterator[None]:
     """Operators inside the `with` block allocate nothing and are recorded; errors are refusals."""
-    patches = no_network() | refusing_compiled() | undisclosed() | written_as_json()
-    patches |= saving_nothing() | real_batches(tracker)
+    patches = outside.patches(tracker) | undisclosed() | written_as_json() | real_batches(tracker)
     reading = Reading(tracker.known, answers, RULES if card else {})
     tracker.read_argument = reading.argument
     modes: list[TorchFunctionMode] = [reading]
     if card:
-        patches |= gpu_scalers() | offloading(tracker)
         modes.append(AsWritten(tracker.memories))
-    else:
-        patches |= random_states(tracker) | arrays(tracker)
     fake_tensors = FakeTensors()
     tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo
     with_device = with_a_device(tracker, ranks, card) if card else contextlib.nullcontext()
@@ -284,7 +260,7 @@ def _refusing() -> Iterator[None]:
     """What fake tensors cannot do is refused in one line."""
     try:
         yield
-    except Connects as error:
+    except outside.Connects as error:
         raise Refused(str(error)) from None
     except DynamicOutputShapeException as error:
         raise Refused(_words(error, "has a result whose shape depends on values")) from error

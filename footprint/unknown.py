@@ -7,7 +7,6 @@ unless the user has given the number.
 
 import dis
 import json
-import json.encoder
 import numbers
 import operator
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from footprint.patches import Patches
 from footprint.refusal import HERE, TORCH, Refused
@@ -154,20 +154,16 @@ def is_formatting() -> bool:
     return running == "BINARY_OP"
 
 
+def usual(value: object) -> object:
+    """The usual number for an unknown one; any other value as it is."""
+    return USUAL if isinstance(value, Unknown) else value
+
+
 def written_as_json() -> Patches:
-    """Unknown numbers can be written by `json`: by its encoder in C, which asks for a default, and
-    by that in Python, which takes them for floats.
-    """
-    default = json.JSONEncoder.default
-    make = json.encoder._make_iterencode
+    """Unknown numbers in lists and dictionaries can be written by `json`."""
+    encode = json.JSONEncoder.iterencode
 
-    def plain(encoder: json.JSONEncoder, value: object):
-        return USUAL if isinstance(value, Unknown) else default(encoder, value)
+    def plain(encoder: json.JSONEncoder, value: object, *args, **kwargs):
+        return encode(encoder, tree_map(usual, value), *args, **kwargs)
 
-    def made(markers, default, encoder, indent, text, *others):
-        def known(number: float) -> str:
-            return text(USUAL if isinstance(number, Unknown) else number)
-
-        return make(markers, default, encoder, indent, known, *others)
-
-    return {(json.JSONEncoder, "default"): plain, (json.encoder, "_make_iterencode"): made}
+    return {(json.JSONEncoder, "iterencode"): plain}

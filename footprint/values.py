@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from footprint.patches import Patches
 from footprint.refusal import HERE, TORCH, Refused, lines, place
-from footprint.unknown import USUAL, Reads, Unknown, branches, is_formatting
+from footprint.unknown import USUAL, Reads, Unknown, branches, is_formatting, usual
 
 # torch draws until no number is out of bounds, which it asks there
 INITIALISATION = torch.nn.init.__file__
@@ -268,10 +268,6 @@ def _whole(tensor: Tensor) -> Tensor:
         return tensor.full_tensor()
 
 
-def _usual(value):
-    return USUAL if isinstance(value, Unknown) else value
-
-
 # ---- reading
 
 # what Python insists on when it asks for a value
@@ -334,7 +330,7 @@ class Reading(TorchFunctionMode):
             kwargs = {name: self._size(value) for name, value in kwargs.items()}
         if self._unknown_in(args, kwargs):
             computes = getattr(func, "__name__", "") in COMPUTES
-            plain = _usual if computes else self._known
+            plain = usual if computes else self._known
             self.known.given_unknown = self.known.given_unknown or computes
             args, kwargs = tree_map(plain, (args, kwargs))
         result = self.rules.get(func, func)(*args, **kwargs)

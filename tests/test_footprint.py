@@ -25,9 +25,18 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import footprint as benchmark
-from footprint import Recording, Refused, measure, observe, predict, probe, unknown
+from footprint import Recording, Refused, measure, predict, probe, unknown
 from footprint.places import shortened
-from tests.footprint_models import STEPS, Transformer, images, mlp, on_tokens, tokens, train
+from tests.footprint_models import (
+    STEPS,
+    Transformer,
+    images,
+    mlp,
+    observe,
+    on_tokens,
+    tokens,
+    train,
+)
 from tests.tiers import few_fast
 
 ROOT = Path(__file__).parent.parent

@@ -22,7 +22,7 @@ from footprint.tracker import Tracker
 LOCAL = ("localhost", "127.", "::1", "0.0.0.0")
 
 
-def patches(tracker: StepTracker) -> Patches:
+def all_patches(tracker: StepTracker) -> Patches:
     """All of them that a prediction for the tracker's target needs."""
     found = no_network() | refusing_compiled() | saving_nothing()
     if tracker.target == "cuda":

@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
-from footprint import outside
 from footprint.batches import real_batches
 from footprint.cuda import RULES
 from footprint.device import Card, target_card
 from footprint.measure import peak_of_last
 from footprint.operators import FakeTensors
+from footprint.outside import Connects, all_patches
 from footprint.owners import adopt, label, move_data
 from footprint.patches import patched, switched_on
 from footprint.places import DEPTH, StepTracker
@@ -237,7 +237,7 @@ def _on_fake_tensors(
     tracker: StepTracker, card: Card | None, answers: Mapping[str, object], ranks: int = 1
 ) -> Iterator[None]:
     """Operators inside the `with` block allocate nothing and are recorded; errors are refusals."""
-    patches = outside.patches(tracker) | undisclosed() | written_as_json() | real_batches(tracker)
+    patches = all_patches(tracker) | undisclosed() | written_as_json() | real_batches(tracker)
     reading = Reading(tracker.known, answers, RULES if card else {})
     tracker.read_argument = reading.argument
     modes: list[TorchFunctionMode] = [reading]
@@ -260,7 +260,7 @@ def _refusing() -> Iterator[None]:
     """What fake tensors cannot do is refused in one line."""
     try:
         yield
-    except outside.Connects as error:
+    except Connects as error:
         raise Refused(str(error)) from None
     except DynamicOutputShapeException as error:
         raise Refused(_words(error, "has a result whose shape depends on values")) from error

@@ -50,8 +50,8 @@ def random_states(tracker: Tracker) -> Patches:
 
 
 def arrays(tracker: Tracker) -> Patches:
-    """Inside the `with` block `torch.from_numpy` gives tensors whose memory is numpy's: PyTorch's
-    allocator for the CPU does not count it. What a step for a GPU reads so is the GPU's in the end.
+    """`torch.from_numpy` gives tensors whose memory is numpy's: PyTorch's allocator for the CPU
+    does not count it. What a step for a GPU reads so is the GPU's in the end.
     """
     from_numpy = torch.from_numpy
 
@@ -63,8 +63,8 @@ def arrays(tracker: Tracker) -> Patches:
 
 
 def offloading(tracker: StepTracker) -> Patches:
-    """Inside the `with` block `torch.autograd.graph.save_on_cpu` keeps tensors in host memory, as
-    on a GPU: among tensors of a CPU it copies nothing.
+    """`torch.autograd.graph.save_on_cpu` keeps tensors in host memory, as on a GPU: among tensors
+    of a CPU it copies nothing.
     """
 
     def pack(tensor: Tensor) -> Tensor:

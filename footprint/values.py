@@ -143,7 +143,6 @@ class KnownValues:
                 self._keep(results[0], self.of(args[0]).as_strided((), ()))
             return
 
-        is_drawn = any(map(self.is_drawn, _tensors((args, kwargs))))
         if func in RANDOM and results[0].numel() <= MOST_DRAWN:
             is_drawn = func not in PERMUTATIONS  # no memory depends on which of them it is
             func = func.overloadpacket
@@ -151,6 +150,8 @@ class KnownValues:
         elif self.given_unknown or not self._is_computable(func, args, kwargs, results):
             self._forget_written(func, args, kwargs)
             return
+        else:
+            is_drawn = any(map(self.is_drawn, _tensors((args, kwargs))))
         with unset_fake_temporarily(), torch.no_grad():
             args, kwargs = tree_map(self._real, (tuple(args), dict(kwargs)))
             computed = func(*args, **kwargs)

@@ -7,7 +7,7 @@ See docs/FOOTPRINT.md.
 """
 
 from footprint.estimate import estimate_memory
-from footprint.prediction import Recording, measure, observe, predict
+from footprint.prediction import Recording, measure, predict
 from footprint.refusal import Refused
 from footprint.report import Report
 
@@ -17,6 +17,5 @@ __all__ = [
     "Report",
     "estimate_memory",
     "measure",
-    "observe",
     "predict",
 ]

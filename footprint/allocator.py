@@ -15,6 +15,7 @@ as one block. Sizes are bytes; GiB = 2^30 bytes.
 
 import bisect
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from footprint.trace import Trace, rounded_up
 
@@ -29,6 +30,7 @@ LARGE_SEGMENT = 20 * MIB
 OWN_SEGMENT = 10 * MIB  # from this size on, a request has its own segment, rounded up to ROUND
 ROUND = 2 * MIB
 PERMANENT = ("parameter", "buffer", "optimizer")  # categories that outlive a step
+SMALL_BLOCKS = 2**44  # the address of the small pool, far behind the large one
 STEPS = 3  # repetitions of a step: the later ones find the segments that the first left behind
 
 
@@ -39,38 +41,27 @@ class OutOfMemory(Exception):
 # ---- blocks and pools
 
 
-class Block:
-    """A range of a segment, in use or free, and its neighbours in that segment."""
+class Block(NamedTuple):
+    """A range of memory that is in use."""
 
-    __slots__ = ("address", "size", "free", "before", "after")
-
-    def __init__(
-        self,
-        address: int,
-        size: int,
-        before: "Block | None" = None,
-        after: "Block | None" = None,
-    ):
-        self.address = address
-        self.size = size
-        self.free = False
-        self.before = before
-        self.after = after
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """The order in which the best fit is searched."""
-        return self.size, self.address
+    address: int
+    size: int
 
 
 class Pool:
-    """Free blocks of one size class, and the segments that they are cut from."""
+    """Free ranges of one size class, and the segments that they are cut from.
+
+    A gap follows each segment, so that ranges of two segments never touch and never merge.
+    """
 
     def __init__(self, small: bool):
         self.small = small
-        self.end = 0  # the address behind the newest segment
-        # (size, address, block), ascending; no two blocks have the same address
-        self.free: list[tuple[int, int, Block]] = []
+        # the address behind the newest segment
+        self.end = SMALL_BLOCKS if small else 0
+        self.segments: dict[int, int] = {}  # address -> bytes
+        self.free: list[tuple[int, int]] = []  # (bytes, address), ascending
+        self.sizes: dict[int, int] = {}  # address of a free range -> bytes
+        self.starts: dict[int, int] = {}  # address behind a free range -> its address
 
     def growth(self, size: int) -> int:
         """Bytes of the new segment for a block of `size`."""
@@ -78,129 +69,71 @@ class Pool:
             return SMALL_SEGMENT
         return LARGE_SEGMENT if size < OWN_SEGMENT else rounded_up(size, ROUND)
 
-    def grow(self, growth: int) -> Block:
-        """A new segment as one block, which is not in the list of free blocks."""
-        self.end += growth
-        return Block(self.end - growth, growth)
+    def grow(self, growth: int) -> None:
+        """Add a segment, which is free."""
+        self.segments[self.end] = growth
+        self.release(self.end, growth)
+        self.end += growth + ROUND
 
     def give_back(self) -> int:
         """Drop the segments that are entirely free; returns their bytes."""
-        given = 0
-        kept = []
-        for entry in self.free:
-            size, _, block = entry
-            if block.before or block.after:
-                kept.append(entry)
-            else:
-                given += size
-        self.free = kept
-        return given
+        unused = self.segments.items() & self.sizes.items()
+        for address, _ in unused:
+            self.take(address)
+            del self.segments[address]
+        return sum(size for _, size in unused)
 
     def splits(self, remaining: int) -> bool:
-        """Whether the rest of a block that is larger than the request becomes a block."""
+        """Whether the rest of a range that is larger than the request becomes a range."""
         return remaining >= STEP if self.small else remaining > SMALL
 
-    def best(self, size: int) -> Block | None:
-        """Remove the smallest free block of at least `size` from the list and return it."""
-        return self._pop(bisect.bisect_left(self.free, (size, 0)))
+    def best(self, size: int) -> int | None:
+        """Address of the smallest free range of at least `size`."""
+        index = bisect.bisect_left(self.free, (size, 0))
+        return self.free[index][1] if index < len(self.free) else None
 
-    def _pop(self, index: int) -> Block | None:
-        if index == len(self.free):
-            return None
-        _, _, block = self.free.pop(index)
-        return block
+    def take(self, address: int) -> int:
+        """Remove a range from the free ones; returns its bytes."""
+        size = self.sizes.pop(address)
+        del self.starts[address + size]
+        del self.free[bisect.bisect_left(self.free, (size, address))]
+        return size
 
-    def cut(self, block: Block, size: int) -> Block:
-        """The first `size` bytes of a block that is not in the list; the rest may become free."""
-        if self.splits(block.size - size):
-            start = block.address + size
-            rest = Block(start, block.size - size, block, block.after)
-            if block.after:
-                block.after.before = rest
-            block.after = rest
-            block.size = size
-            self.put(rest)
-        block.free = False
-        return block
-
-    def put(self, block: Block):
-        """Add a block to the list of free blocks."""
-        block.free = True
-        bisect.insort(self.free, (*block.key, block))
-
-    def take(self, block: Block):
-        """Remove a block from the list of free blocks."""
-        del self.free[bisect.bisect_left(self.free, block.key)]
-        block.free = False
-
-    def release(self, block: Block):
-        """Free a block and merge it with its free neighbours."""
-        before = block.before
-        if before and before.free:
-            self.take(before)
-            block = _merged(before, block)
-
-        after = block.after
-        if after and after.free:
-            self.take(after)
-            block = _merged(block, after)
-        self.put(block)
-
-
-def _merged(low: Block, high: Block) -> Block:
-    """`low`, which now also covers `high`, the block behind it."""
-    low.size += high.size
-    low.after = high.after
-    if high.after:
-        high.after.before = low
-    return low
+    def release(self, address: int, size: int) -> None:
+        """Free a range and merge it with its free neighbours."""
+        before = self.starts.get(address)
+        if before is not None:
+            size += self.take(before)
+            address = before
+        if address + size in self.sizes:
+            size += self.take(address + size)
+        self.sizes[address] = size
+        self.starts[address + size] = address
+        bisect.insort(self.free, (size, address))
 
 
 class ExpandablePool(Pool):
-    """One range that grows at its end.
+    """One segment that grows at its end."""
 
-    The last block is followed by an empty one that is never free: the part that is not mapped yet.
-    """
+    def growth(self, size: int) -> int:
+        """What the free end of the segment lacks, in whole pages."""
+        free_end = self.sizes.get(self.starts.get(self.end), 0)
+        return rounded_up(size - free_end, SMALL_SEGMENT if self.small else LARGE_SEGMENT)
 
-    def __init__(self, small: bool):
-        super().__init__(small)
-        self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
-        self.unmapped = Block(0, 0)
+    def grow(self, growth: int) -> None:
+        self.release(self.end, growth)
+        self.end += growth
 
     def splits(self, remaining: int) -> bool:
         return remaining >= STEP
 
-    def best(self, size: int) -> Block | None:
-        """As in any pool, but the last block is used last, because it can grow."""
+    def best(self, size: int) -> int | None:
+        """As in any pool, but the end is used last, because it can grow."""
         index = bisect.bisect_left(self.free, (size, 0))
-        if index + 1 < len(self.free):
-            _, _, block = self.free[index]
-            if block.after is self.unmapped:
-                index += 1
-        return self._pop(index)
-
-    def growth(self, size: int) -> int:
-        """What the free end of the range lacks, in whole pages."""
-        return rounded_up(size - self._free_at_the_end(), self.page)
-
-    def grow(self, growth: int) -> Block:
-        """The last block if it is free, larger by `growth`; else a new last block."""
-        if self._free_at_the_end():
-            block = self.unmapped.before
-            self.take(block)
-            block.size += growth
-        else:
-            block = Block(self.end, growth, self.unmapped.before, self.unmapped)
-            self.unmapped.before = block
-            if block.before:
-                block.before.after = block
-        self.end += growth
-        return block
-
-    def _free_at_the_end(self) -> int:
-        """Size of the last block if it is free."""
-        last = self.unmapped.before
-        return last.size if last and last.free else 0
+        for length, address in self.free[index : index + 2]:
+            if address + length != self.end:
+                return address
+        return super().best(size)
 
 
 class Allocator:
@@ -223,17 +156,23 @@ class Allocator:
         self.reserved = 0
         self.allocated = 0
 
-    def malloc(self, size: int) -> tuple[Block, Pool]:
-        """A block of at least `size` bytes and its pool; OutOfMemory beyond the capacity."""
-        rounded = rounded_up(max(size, 1), STEP)
+    def malloc(self, size: int) -> Block:
+        """A block of at least `size` bytes; OutOfMemory beyond the capacity."""
+        wanted = rounded_up(max(size, 1), STEP)
         small, large = self.pools
-        pool = large if rounded > SMALL else small
-        block = pool.best(rounded) or self._new_segment(pool, rounded)
-        block = pool.cut(block, rounded)
-        self.allocated += block.size
-        return block, pool
+        pool = large if wanted > SMALL else small
+        if pool.best(wanted) is None:
+            self.new_segment(pool, wanted)
+        address = pool.best(wanted)
+        taken = pool.take(address)
+        if pool.splits(taken - wanted):
+            pool.release(address + wanted, taken - wanted)
+            taken = wanted
+        self.allocated += taken
+        return Block(address, taken)
 
-    def _new_segment(self, pool: Pool, size: int) -> Block:
+    def new_segment(self, pool: Pool, size: int) -> None:
+        """Reserve a segment for a block of `size`."""
         growth = pool.growth(size)
         if self._exceeds(growth):
             self.reserved -= sum(each.give_back() for each in self.pools)
@@ -241,18 +180,20 @@ class Allocator:
             raise OutOfMemory(
                 f"{growth:,} bytes more than {self.reserved:,} reserved exceed {self.capacity:,}"
             )
+        pool.grow(growth)
         self.reserved += growth
-        return pool.grow(growth)
 
     def _exceeds(self, growth: int) -> bool:
         if not self.capacity:
             return False
         return self.reserved + growth > self.capacity
 
-    def free(self, block: Block, pool: Pool):
+    def free(self, block: Block):
         """Return a block to its pool; its segment stays reserved."""
         self.allocated -= block.size
-        pool.release(block)
+        small, large = self.pools
+        pool = small if block.address >= SMALL_BLOCKS else large
+        pool.release(*block)
 
 
 # ---- the replay of a trace
@@ -278,7 +219,7 @@ class Run:
 
     def __init__(self, allocator: Allocator):
         self.allocator = allocator
-        self.blocks: dict[int, tuple[Block, Pool]] = {}
+        self.blocks: dict[int, Block] = {}
         self.sizes: dict[int, int] = {}
         self.live = 0
         self.peak_live = 0
@@ -291,7 +232,7 @@ class Run:
             return
         if storage in self.blocks:
             self.live -= self.sizes.pop(storage)
-            self.allocator.free(*self.blocks.pop(storage))
+            self.allocator.free(self.blocks.pop(storage))
         if size:
             self.blocks[storage] = self.allocator.malloc(size)
             self.sizes[storage] = size
@@ -300,9 +241,9 @@ class Run:
 
     def workspace(self, size: int):
         """Allocate a workspace and free it."""
-        block, pool = self.allocator.malloc(size)
+        block = self.allocator.malloc(size)
         self._note(size)
-        self.allocator.free(block, pool)
+        self.allocator.free(block)
 
     def become(self, wanted: dict[int, int]):
         """Free every storage that is not in `wanted`, then allocate those that are missing."""

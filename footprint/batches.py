@@ -5,28 +5,23 @@ depends on them but that of the batch. Workers are other processes: neither thei
 nor the batches that wait in the memory shared with them.
 """
 
-import contextlib
 import copy
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Sampler, Subset, WeightedRandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from footprint.patches import patched
+from footprint.patches import Patches
 from footprint.places import StepTracker
 from footprint.values import KnownValues
 
-DEEPEST = 3  # levels of objects in which a batch's tensors are looked for
 
-
-@contextlib.contextmanager
-def real_batches(tracker: StepTracker) -> Iterator[None]:
-    """Loaders inside the `with` block read real data in this process, and give fake batches."""
+def real_batches(tracker: StepTracker) -> Patches:
+    """Loaders read real data in this process, and give fake batches."""
     start = DataLoader.__iter__
     read = _BaseDataLoaderIter.__next__
     choose = DataLoader._get_iterator
@@ -38,17 +33,16 @@ def real_batches(tracker: StepTracker) -> Iterator[None]:
     def imagined(batches: _BaseDataLoaderIter):
         with _disable_current_modes():
             batch = read(batches)
-        return _imagined(batch, tracker, DEEPEST)
+        with Imagining(tracker):  # what the batch holds belongs to the user's dataset
+            return copy.deepcopy(batch)
 
-    patches = {
+    return {
         (DataLoader, "__iter__"): started,
         (_BaseDataLoaderIter, "__next__"): imagined,
         (DataLoader, "_get_iterator"): lambda loader: choose(
             _without_workers(loader, tracker.known)
         ),
     }
-    with patched(patches):
-        yield
 
 
 def _without_workers(loader: DataLoader, known: KnownValues) -> DataLoader:
@@ -75,53 +69,20 @@ def _with_values(holder: DataLoader | Sampler | Subset, known: KnownValues):
     return alone
 
 
-def _imagined(batch: object, tracker: StepTracker, depth: int) -> object:
-    """The batch with fake tensors, which the tracker knows; the same object if it has none."""
+class Imagining(TorchFunctionMode):
+    """copy.deepcopy inside the `with` block makes fake tensors, which the tracker knows."""
 
-    def leaf(value: object) -> object:
-        if isinstance(value, FakeTensor):  # of a dataset that `build` has made
-            tracker.locate()
-            if tracker.is_on_host(value):
-                return torch.empty_like(value)
-            tracker.register(value, "DataLoader")
-            return value
-        if isinstance(value, Tensor):
-            return torch.empty_like(value)
-        if depth and not isinstance(value, type):
-            return _imagined_object(value, tracker, depth - 1)
-        return value
+    def __init__(self, tracker: StepTracker):
+        super().__init__()
+        self.tracker = tracker
 
-    leaves, form = tree_flatten(batch)
-    found = [leaf(value) for value in leaves]
-    if all(one is other for one, other in zip(found, leaves, strict=True)):
-        return batch
-    return tree_unflatten(found, form)
-
-
-def _imagined_object(value: object, tracker: StepTracker, depth: int) -> object:
-    """The same of the attributes, in a copy: the object belongs to the user's dataset."""
-    changed = {}
-    for name, held in _attributes(value).items():
-        imagined = _imagined(held, tracker, depth)
-        if imagined is not held:
-            changed[name] = imagined
-    if not changed:
-        return value
-
-    alone = copy.copy(value)
-    for name, imagined in changed.items():
-        object.__setattr__(alone, name, imagined)  # of a frozen dataclass, too
-    return alone
-
-
-def _attributes(value: object) -> dict[str, object]:
-    slots = [slot for kind in type(value).__mro__ for slot in _slots(kind)]
-    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return held | getattr(value, "__dict__", {})
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    """The names that a dataclass, for instance, keeps outside of `__dict__`."""
-    names = vars(kind).get("__slots__", ())
-    names = (names,) if isinstance(names, str) else tuple(names)
-    return tuple(name for name in names if not name.startswith("__"))
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, _ = args
+        is_made = isinstance(tensor, FakeTensor)  # of a dataset that `build` has made
+        if not is_made or self.tracker.is_on_host(tensor):
+            return torch.empty_like(tensor)
+        self.tracker.locate()
+        self.tracker.register(tensor, "DataLoader")
+        return tensor

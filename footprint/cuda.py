@@ -4,16 +4,12 @@ Each rule names its source in PyTorch. What no rule covers is listed by `not_mod
 operators that the step has run.
 """
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from footprint.copies import HALF
 from footprint.patches import patched
@@ -54,16 +50,6 @@ ON_A_CPU = {
 AUTOCAST = "operators that autocast runs in another precision on CUDA than on a CPU"
 RECURRENT = "recurrent layers, which cuDNN runs in one kernel: taken as a CPU runs them"
 RANKS = "parameters that FSDP2 gathers ahead, and buckets that NCCL holds, on streams of their own"
-
-
-class CudaOperators(TorchFunctionMode):
-    """Functions of PyTorch that allocate something else on CUDA."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        rule = RULES.get(func)
-        if rule is None:
-            return func(*args, **(kwargs or {}))
-        return rule(*args, **(kwargs or {}))
 
 
 def attention(
@@ -153,31 +139,13 @@ def multi_head_attention(*args, **kwargs) -> tuple[Tensor, Tensor | None]:
 
 
 MULTI_HEAD = F.multi_head_attention_forward
+# functions of PyTorch -> what they allocate on CUDA
 RULES: dict[Callable, Callable] = {
     MULTI_HEAD: multi_head_attention,
     F.scaled_dot_product_attention: attention,
     F.dropout: dropout,
     F.rms_norm: rms_norm,
 }
-
-
-@contextlib.contextmanager
-def gpu_optimizers() -> Iterator[None]:
-    """Optimizers take the implementation over lists of tensors unless they are told otherwise, as
-    they do for parameters on CUDA (torch/optim/optimizer.py, _default_to_fused_or_foreach).
-    """
-
-    def choose(optimizer: Optimizer, args, kwargs) -> None:
-        for group in optimizer.param_groups:
-            undecided = "foreach" in group and group["foreach"] is None
-            if undecided and not group.get("fused") and not group.get("differentiable"):
-                group["foreach"] = True
-
-    handle = register_optimizer_step_pre_hook(choose)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def not_modelled(trace: Trace, tracker: StepTracker, ranks: int) -> list[str]:

@@ -1,10 +1,11 @@
 """The memory of a usual training step, from a model and a batch that are already there."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -39,7 +40,8 @@ def estimate_memory(
     with contextlib.ExitStack() as swapped:
 
         def build() -> tuple[nn.Module, Optimizer | None]:
-            swapped.enter_context(_without_values(model))
+            fakes = _without_values(model)
+            swapped.enter_context(_reparametrize_module(model, fakes, tie_weights=True))
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             return model, optimizer(trained) if optimizer else None
 
@@ -68,24 +70,10 @@ def _imagined(value: object) -> object:
     return torch.empty_like(value, device="cpu")
 
 
-@contextlib.contextmanager
-def _without_values(model: nn.Module) -> Iterator[None]:
-    """The model's parameters and buffers are fake until the end of the `with` block."""
-    fakes: dict[Tensor, Tensor] = {}
-    for buffer in model.buffers():
-        fakes[buffer] = _imagined(buffer)
-    for parameter in model.parameters():
+def _without_values(model: nn.Module) -> dict[str, Tensor]:
+    """The names of the model's parameters and buffers, and fake tensors in their place."""
+    fakes = {name: _imagined(buffer) for name, buffer in model.named_buffers()}
+    for name, parameter in model.named_parameters():
         made = torch.empty_like(parameter, device="cpu", requires_grad=False)
-        fakes[parameter] = nn.Parameter(made, parameter.requires_grad)
-    _exchange(model, fakes)
-    try:
-        yield
-    finally:
-        _exchange(model, {fake: real for real, fake in fakes.items()})
-
-
-def _exchange(model: nn.Module, tensors: Mapping[Tensor, Tensor]) -> None:
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                held[name] = tensors.get(tensor, tensor)
+        fakes[name] = nn.Parameter(made, parameter.requires_grad)
+    return fakes

@@ -6,7 +6,6 @@ on the device. In a step that never says it, everything is on the device that is
 """
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from footprint.trace import Trace
 from footprint.tracker import Tracker
 
 HOST = "host"
@@ -37,11 +35,8 @@ class Memories:
         """Also a tensor that no operator of the step has made."""
         if not isinstance(tensor, FakeTensor):
             return True
-        address = tensor.untyped_storage()._cdata
-        if address in self.tracker.host:
-            return True
-        _, identity = self.tracker.alive.get(address, (None, None))
-        return identity in self.undecided
+        tracker = self.tracker
+        return tracker.is_on_host(tensor) or tracker.identity(tensor) in self.undecided
 
     @contextlib.contextmanager
     def make(self, memory: str) -> Iterator[None]:
@@ -55,21 +50,10 @@ class Memories:
 
     def begin_two(self) -> None:
         """The step says "cuda": what it has made without a device was in host memory."""
-        if self.are_two:
-            return
         self.are_two = True
-        tracker, trace = self.tracker, self.tracker.trace
-        events = [event for event in trace.events if event.storage in self.undecided]
-        trace.events = [event for event in trace.events if event.storage not in self.undecided]
-        trace.host_peaks["start"] = trace.host_peaks.get("start", 0) + Trace(events).peak()[0]
-        for address, (reference, identity) in list(tracker.alive.items()):
-            storage = reference()
-            if identity in self.undecided and storage is not None:
-                del tracker.alive[address]
-                del tracker.held[identity]
-                end = weakref.ref(storage, lambda _, address=address: tracker.host.pop(address, 0))
-                tracker.host[address] = end, storage.nbytes()
-        self.undecided.clear()
+        if self.undecided:
+            self.tracker.move_to_host(self.undecided)
+        self.undecided = set()
 
     def choose(self, func, args) -> str:
         """The memory of what an operator returns. What the device computes with is on the device:
@@ -88,20 +72,15 @@ class Memories:
         return DEVICE
 
     def _bring(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        tracker, address = self.tracker, storage._cdata
-        if tracker.host.pop(address, None):
-            tracker._begin_storage(address, storage, tensor, "from host memory")
-        elif address in tracker.alive:
-            self.undecided.discard(tracker.alive[address][1])
+        tracker, storage = self.tracker, tensor.untyped_storage()
+        if tracker.host.pop(storage._cdata, None):
+            tracker._begin_storage(storage._cdata, storage, tensor, "from host memory")
+        self.undecided.discard(tracker.identity(tensor))
 
     def note(self, outputs: object) -> None:
         """What was made for the host before the step has said "cuda"."""
-        for leaf in tree_leaves(outputs):
-            if isinstance(leaf, Tensor):
-                known = self.tracker.alive.get(leaf.untyped_storage()._cdata)
-                if known is not None:
-                    self.undecided.add(known[1])
+        made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        self.undecided |= set(map(self.tracker.identity, made)) - {None}
 
 
 class Moved(torch.autograd.Function):

@@ -1,9 +1,12 @@
 """What no operator on fake tensors of a CPU shows: memory that Python saves, what a GPU's step
-keeps in host memory, and files.
+keeps in host memory, files, and what is refused because nothing can know its memory.
+
+Each function returns attributes of PyTorch, and what they are while memory is predicted.
 """
 
 import contextlib
-from collections.abc import Iterator
+import socket
+import threading
 
 import torch
 from torch import Tensor
@@ -11,14 +14,24 @@ from torch.amp import GradScaler
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from footprint.memories import DEVICE
-from footprint.patches import patched
+from footprint.patches import Patches
 from footprint.places import StepTracker
+from footprint.refusal import Refused, place
 from footprint.tracker import Tracker
 
+LOCAL = ("localhost", "127.", "::1", "0.0.0.0")
 
-@contextlib.contextmanager
-def random_states(tracker: Tracker) -> Iterator[None]:
-    """The tracker sees the states of random numbers that are saved inside the `with` block.
+
+def all_patches(tracker: StepTracker) -> Patches:
+    """All of them that a prediction for the tracker's target needs."""
+    found = no_network() | refusing_compiled() | saving_nothing()
+    if tracker.target == "cuda":
+        return found | gpu_scalers() | offloading(tracker)
+    return found | random_states(tracker) | arrays(tracker)
+
+
+def random_states(tracker: Tracker) -> Patches:
+    """The tracker sees the states of random numbers that are saved.
 
     Every checkpoint saves one and holds it until it is recomputed (torch/utils/checkpoint.py). It
     is a real tensor even among fake ones: 5,056 bytes of a CPU's memory. Those of a GPU's generator
@@ -33,14 +46,12 @@ def random_states(tracker: Tracker) -> Iterator[None]:
         return state
 
     places = (torch, "get_rng_state"), (torch.random, "get_rng_state")
-    with patched(dict.fromkeys(places, seen)):
-        yield
+    return dict.fromkeys(places, seen)
 
 
-@contextlib.contextmanager
-def arrays(tracker: Tracker) -> Iterator[None]:
-    """Inside the `with` block `torch.from_numpy` gives tensors whose memory is numpy's: PyTorch's
-    allocator for the CPU does not count it. What a step for a GPU reads so is the GPU's in the end.
+def arrays(tracker: Tracker) -> Patches:
+    """`torch.from_numpy` gives tensors whose memory is numpy's: PyTorch's allocator for the CPU
+    does not count it. What a step for a GPU reads so is the GPU's in the end.
     """
     from_numpy = torch.from_numpy
 
@@ -48,14 +59,12 @@ def arrays(tracker: Tracker) -> Iterator[None]:
         with tracker.on_host():
             return from_numpy(array)
 
-    with patched({(torch, "from_numpy"): shared}):
-        yield
+    return {(torch, "from_numpy"): shared}
 
 
-@contextlib.contextmanager
-def offloading(tracker: StepTracker) -> Iterator[None]:
-    """Inside the `with` block `torch.autograd.graph.save_on_cpu` keeps tensors in host memory, as
-    on a GPU: among tensors of a CPU it copies nothing.
+def offloading(tracker: StepTracker) -> Patches:
+    """`torch.autograd.graph.save_on_cpu` keeps tensors in host memory, as on a GPU: among tensors
+    of a CPU it copies nothing.
     """
 
     def pack(tensor: Tensor) -> Tensor:
@@ -69,13 +78,11 @@ def offloading(tracker: StepTracker) -> Iterator[None]:
     def started(hooks: save_on_cpu, *_, **__) -> None:
         saved_tensors_hooks.__init__(hooks, pack, unpack)
 
-    with patched({(save_on_cpu, "__init__"): started}):
-        yield
+    return {(save_on_cpu, "__init__"): started}
 
 
-@contextlib.contextmanager
-def gpu_scalers() -> Iterator[None]:
-    """A GradScaler for CUDA scales the tensors of a CPU inside the `with` block; without a CUDA
+def gpu_scalers() -> Patches:
+    """A GradScaler for CUDA scales the tensors of a CPU; without a CUDA
     device it would be disabled.
     """
     start = GradScaler.__init__
@@ -83,20 +90,61 @@ def gpu_scalers() -> Iterator[None]:
     def started(scaler: GradScaler, device: str = "cuda", *args, **kwargs) -> None:
         start(scaler, "cpu", *args, **kwargs)
 
-    with patched({(GradScaler, "__init__"): started}):
-        yield
+    return {(GradScaler, "__init__"): started}
 
 
-@contextlib.contextmanager
-def saving_nothing() -> Iterator[None]:
-    """torch.save inside the `with` block writes nothing, and leaves a file as it is: fake tensors
+def saving_nothing() -> Patches:
+    """torch.save writes nothing, and leaves a file as it is: fake tensors
     have no values. A program may have imported it by name, so what it calls is left out, too.
     """
     places = [(torch, "save"), (torch.serialization, "save"), (torch.serialization, "_save")]
     places += [(torch.serialization, "_open_zipfile_writer")]
-    with patched(dict.fromkeys(places, _nothing)):
-        yield
+    return dict.fromkeys(places, _nothing)
 
 
 def _nothing(*_, **__) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
+
+
+def refusing_compiled() -> Patches:
+    """Functions, modules and optimizers that are compiled: what a compiler fuses, and holds, is not
+    predicted.
+    """
+    from torch._dynamo import eval_frame
+
+    choose = eval_frame._callback_from_stance  # what compiles, at each call
+
+    def refused(callback):
+        if callback in (None, False):
+            return choose(callback)
+        raise Refused(
+            f"{place()}: what runs here is compiled, which is not predicted: predict it without "
+            "torch.compile, which usually needs more memory"
+        )
+
+    return {(eval_frame, "_callback_from_stance"): refused}
+
+
+class Connects(BaseException):
+    """A connection that is refused; no library that downloads takes it for one that failed."""
+
+
+def no_network() -> Patches:
+    """A model needs no weights for a prediction, and what came would be lost: this thread looks up
+    no other machine.
+    """
+    thread = threading.get_ident()
+    find = socket.getaddrinfo
+
+    def refused(host: object, *args, **kwargs):
+        is_local = str(host or "localhost").startswith(LOCAL)
+        if is_local or threading.get_ident() != thread:
+            return find(host, *args, **kwargs)
+        where = place().split(" (")[0]
+        raise Connects(
+            f"{where}: this connects to {host}, but nothing is downloaded during a prediction: "
+            "make the model from its configuration, without weights, and the batch by "
+            "torch.randint or torch.randn"
+        )
+
+    return {(socket, "getaddrinfo"): refused}

@@ -18,7 +18,6 @@ from footprint.places import (
     RECOMPUTE,
     StepTracker,
     local,
-    phase_at,
 )
 
 DEEPEST = 6  # levels of lists, dictionaries and objects in which models are looked for
@@ -60,17 +59,19 @@ def adopt(tracker: StepTracker, state: object) -> None:
         tracker.adopt(model, "" if index == 0 else type(model).__name__)
     for value in held:
         if isinstance(value, Optimizer):
-            tracker.adopt_optimizer(value)
+            tracker.optimizers[value] = None
 
 
 def move_data(tracker: StepTracker, state: object) -> None:
     """What the loaders of a state hold is in host memory, also if a GPU runs the step."""
+    moved = set()
     for value in holdings(state):
         if not isinstance(value, DataLoader | _BaseDataLoaderIter):
             continue
         for held in holdings(value):
             if isinstance(held, Tensor) and not isinstance(held, nn.Parameter):
-                tracker.move_to_host(held)
+                moved.add(tracker.identity(held))
+    tracker.move_to_host(moved)
 
 
 # ---- categories
@@ -143,26 +144,25 @@ def _kept_and_inputs(tracker: StepTracker) -> tuple[set[int], set[int]]:
     or that outlive the recomputation that made them; and those that are made before a forward,
     outside of it, and are alive when it starts.
     """
-    trace, phases = tracker.trace, tracker.phases
+    trace = tracker.trace
     born: dict[int, int] = {}
     died: dict[int, int] = {}
     for event in trace.events:
         times = born if event.bytes > 0 else died
         times[event.storage] = event.time
 
-    starts = {
-        name: [time for time, phase in phases if phase == name] for name in (BACKWARD, FORWARD)
-    }
-    ends = [time for time, _ in phases]
+    ends = [time for time, _ in trace.phases]
+    backwards = [time for time, phase in trace.phases if phase == BACKWARD]
+    forwards = [time for time, phase in trace.phases if phase == FORWARD]
     kept, inputs = set(), set()
     for identity in trace.storages:
         time = born.get(identity, 0)
         last = died.get(identity, math.inf)
-        phase = phase_at(phases, time)
-        until_backward = phase in (FORWARD, LOSS) and _reaches(last, starts[BACKWARD], time)
+        phase = trace.phase_at(time)
+        until_backward = phase in (FORWARD, LOSS) and _reaches(last, backwards, time)
         if until_backward or (phase == RECOMPUTE and _reaches(last, ends, time)):
             kept.add(identity)
-        elif phase not in (BACKWARD, OPTIMIZER) and _reaches(last, starts[FORWARD], time):
+        elif phase not in (BACKWARD, OPTIMIZER) and _reaches(last, forwards, time):
             inputs.add(identity)
     return kept, inputs
 

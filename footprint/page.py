@@ -16,7 +16,6 @@ from footprint.trace import Trace
 STYLE = (
     BASE
     + """
-.hover { fill: transparent; }
 .hover:hover, .hover.on { fill: var(--ink); fill-opacity: .16; }
 #details {
   display: block; white-space: pre-wrap; min-height: 11.5em; overflow-x: auto;

@@ -4,9 +4,13 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
 from footprint.refusal import HERE, LIBRARY, PACKAGES, TORCH
 
 Place = tuple[object, str]  # a module or a class, and the name of an attribute
+Patches = dict[Place, object]
 
 
 @contextlib.contextmanager
@@ -34,9 +38,9 @@ def _put(values: Mapping[Place, object]) -> None:
         setattr(owner, name, value)
 
 
-def _imported(replacements: Mapping[int, object]) -> dict[Place, object]:
+def _imported(replacements: Mapping[int, object]) -> Patches:
     """What the user's modules call by names of their own."""
-    found: dict[Place, object] = {}
+    found: Patches = {}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or PACKAGES
         if file.startswith((PACKAGES, LIBRARY, HERE, TORCH)):
@@ -45,3 +49,31 @@ def _imported(replacements: Mapping[int, object]) -> dict[Place, object]:
             if id(value) in replacements:
                 found[module, name] = replacements[id(value)]
     return found
+
+
+@contextlib.contextmanager
+def switched_on(modes: list[TorchFunctionMode]) -> Iterator[None]:
+    """The modes for functions are on, and also whenever the autograd engine runs.
+
+    `backward` is itself a function that a mode may replace, so PyTorch has all modes off while it
+    runs. A checkpointed forward runs again there, and must see what the first one saw.
+    """
+    run = torch.autograd._engine_run_backward
+
+    def run_with_modes(*args, **kwargs):
+        with _missing(modes):
+            return run(*args, **kwargs)
+
+    with patched({(torch.autograd, "_engine_run_backward"): run_with_modes}), _missing(modes):
+        yield
+
+
+@contextlib.contextmanager
+def _missing(modes: list[TorchFunctionMode]) -> Iterator[None]:
+    """Those of the modes that are off are on."""
+    active = _get_current_function_mode_stack()
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            if mode not in active:
+                stack.enter_context(mode)
+        yield

@@ -10,9 +10,9 @@ from html import escape
 from itertools import groupby
 
 from footprint.allocator import GIB, MIB, Replay
-from footprint.html import PALETTE, element, nice, title
+from footprint.html import PALETTE, nice, title
 from footprint.timeline import Moment, alike, by_name, columns, largest, moments, sampled
-from footprint.trace import CATEGORIES, Storage, Trace
+from footprint.trace import CATEGORIES, Storage, Trace, first_of_each
 
 # From the bottom to the top: what changes least lies below
 COLOURS = {
@@ -40,9 +40,18 @@ WORDS = """
 svg { font: 13px system-ui, sans-serif; }
 text { fill: var(--ink); }
 .faint { fill: var(--faint); }
+.end { text-anchor: end; }
+.middle { text-anchor: middle; font-size: 12px; }
+.grid { stroke: var(--line); }
+.classic, .expandable { stroke: var(--faint); stroke-dasharray: 9 4; }
+.expandable { stroke-dasharray: 2 4; }
+.box { fill: var(--faint); stroke: var(--paper); }
+.hover { fill: transparent; }
+path.mark { stroke: var(--mark); stroke-width: 1.5; stroke-dasharray: 4 3; }
+circle.mark { fill: var(--mark); }
+text.mark { font-weight: 650; stroke: var(--paper); stroke-width: 4; paint-order: stroke; }
 """
 COLUMNS = 240  # of the areas; each has a tooltip
-DASHES = ("9 4", "2 4")  # of the lines of classic and expandable segments
 NAMED = 6  # tensors that a tooltip names
 
 
@@ -62,6 +71,23 @@ def line(group: dict) -> str:
     shape = " x ".join(str(length) for length in group["shape"]) or "scalar"
     tensor = f"[{shape}] {group['dtype']}"
     return f"{size}  {group['category']}  {tensor}  {group['module'] or '(top)'}  {group['op']}"
+
+
+# ---- shapes
+
+
+def text(
+    words: str,
+    x: float,
+    y: float,
+    kind: str = "faint",
+) -> str:
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>'
+
+
+def level(y: float, kind: str, words: str = "") -> str:
+    """A line from the left to the right."""
+    return f'<path d="M{LEFT},{y:g}H{WIDTH - RIGHT}" class="{kind}">{title(words)}</path>'
 
 
 # ---- coordinates
@@ -102,7 +128,8 @@ def areas(points: list[Moment], scale: Scale) -> str:
         if top != base:
             upper = _steps(ends, top, scale)
             lower = _steps(starts[::-1], base[::-1], scale)
-            shapes.append(element("path", d=f"M{starts[0]:g},{FLOOR}{upper}{lower}Z", fill=colour))
+            outline = f"M{starts[0]:g},{FLOOR}{upper}{lower}Z"
+            shapes.append(f'<path d="{outline}" fill="{colour}"/>')
         base = top
     return "".join(shapes)
 
@@ -120,16 +147,12 @@ def axis(scale: Scale) -> str:
     """Horizontal lines at round amounts, and the unit."""
     unit, name = (GIB, "GiB") if scale.top >= 2 * GIB else (MIB, "MiB")
     step = nice(scale.top / unit / 6)
-    rows = [_label(name, TOP - 10)]
+    rows = [text(name, LEFT - 8, TOP - 10, "faint end")]
     for count in range(int(scale.top / unit / step) + 1):
         y = scale.y(count * step * unit)
-        rows.append(element("path", d=f"M{LEFT},{y:g}H{WIDTH - RIGHT}", stroke="var(--line)"))
-        rows.append(_label(f"{count * step:g}", y + 4))
+        rows.append(level(y, "grid"))
+        rows.append(text(f"{count * step:g}", LEFT - 8, y + 4, "faint end"))
     return "".join(rows)
-
-
-def _label(words: str, y: float) -> str:
-    return element("text", words, x=LEFT - 8, y=y, text_anchor="end", class_="faint")
 
 
 # ---- phases and stages
@@ -137,93 +160,50 @@ def _label(words: str, y: float) -> str:
 
 def bands(trace: Trace, scale: Scale) -> str:
     """Two rows below the areas: the phases, and the stages."""
-    phases = [(time, phase(name)) for time, name in trace.stages]
-    return _band(phases, scale, FLOOR + 6, 20, 13) + _band(trace.stages, scale, FLOOR + 28, 16, 11)
+    named = [(time, phase.replace("recompute", "backward")) for time, phase in trace.phases]
+    return _band(named, scale, FLOOR + 6) + _band(trace.stages, scale, FLOOR + 26)
 
 
-def phase(stage: str) -> str:
-    """The phase that a stage belongs to: the last word of its name."""
-    return stage.rpartition(" ")[2].replace("recompute", "backward")
-
-
-def _band(starts: list[tuple[int, str]], scale: Scale, y: int, height: int, size: int) -> str:
+def _band(starts: list[tuple[int, str]], scale: Scale, y: int) -> str:
     """A row of boxes, each with its name if the name has room."""
-    merged: list[tuple[int, str]] = []
-    for time, name in starts:
-        if time <= scale.last and not (merged and merged[-1][1] == name):
-            merged.append((time, name))
+    merged = first_of_each(starts)
     ends = [time for time, _ in merged[1:]] + [scale.last]
-    names = list(dict.fromkeys(name for _, name in merged))
+    shades: dict[str, float] = {}
     boxes = []
     for (start, name), end in zip(merged, ends, strict=True):
         left = scale.x(start)
-        right = scale.x(end)
-        if right <= left:
+        width = scale.x(end) - left
+        if width <= 0:
             continue
-
-        box = element(
-            "rect",
-            x=left,
-            y=y,
-            width=right - left,
-            height=height,
-            fill="var(--faint)",
-            fill_opacity=0.12 + 0.1 * (names.index(name) % 5),
-            stroke="var(--paper)",
-        )
-        words = ""
-        if right - left > 7.5 * len(name):
-            middle = (left + right) / 2
-            words = element(
-                "text", name, x=middle, y=y + height - 5, text_anchor="middle", font_size=size
-            )
-        boxes.append(element("g", title(name) + box + words))
+        shade = shades.setdefault(name, 0.12 + 0.1 * (len(shades) % 5))
+        size = f'width="{width:.1f}" height="18" fill-opacity="{shade:.2f}"'
+        boxes.append(f'<g>{title(name)}<rect class="box" x="{left}" y="{y}" {size}/>')
+        if width > 7.5 * len(name):
+            boxes.append(text(name, left + width / 2, y + 13, "middle"))
+        boxes.append("</g>")
     return "".join(boxes)
 
 
 # ---- marks
 
 
-def _reserved(found: Replay, scale: Scale, dashes: str) -> str:
+def _reserved(found: Replay, scale: Scale) -> str:
     words = f"reserved, {found.segments} segments: {amount(found.peak_reserved)}"
     y = scale.y(found.peak_reserved)
-    rule = element(
-        "path",
-        title(words),
-        d=f"M{LEFT},{y:g}H{WIDTH - RIGHT}",
-        stroke="var(--faint)",
-        stroke_dasharray=dashes,
-    )
-    label = element("text", words, x=WIDTH - RIGHT - 4, y=y - 4, text_anchor="end", class_="faint")
-    return rule + label
+    return level(y, found.segments, words) + text(words, WIDTH - RIGHT - 4, y - 4, "faint end")
 
 
 def _peak(peak: Moment, stage: str, scale: Scale) -> str:
     x = scale.x(peak.time)
     y = scale.y(peak.total)
-    rule = element(
-        "path",
-        d=f"M{x:g},{FLOOR}V{y:g}",
-        stroke="var(--mark)",
-        stroke_width=1.5,
-        stroke_dasharray="4 3",
-    )
-    point = element("circle", cx=x, cy=y, r=4.5, fill="var(--mark)")
+    words = f"peak {amount(peak.total)} in {stage}"
+    rule = f'<path class="mark" d="M{x:g},{FLOOR}V{y:g}"/>'
+    point = f'<circle class="mark" cx="{x}" cy="{y}" r="4.5"/>'
 
     # The words lie on the side that has more room.
-    on_the_left = x > WIDTH / 2
-    label = element(
-        "text",
-        f"peak {amount(peak.total)} in {stage}",
-        x=x - 8 if on_the_left else x + 8,
-        y=y - 7,
-        text_anchor="end" if on_the_left else "start",
-        font_weight=650,
-        stroke="var(--paper)",
-        stroke_width=4,
-        paint_order="stroke",
-    )
-    return rule + point + label
+    if x > WIDTH / 2:
+        return rule + point + text(words, x - 8, y - 7, "mark end")
+    return rule + point + text(words, x + 8, y - 7, "mark")
 
 
 # ---- tooltips
@@ -239,18 +219,9 @@ def hovers(trace: Trace, found: list[Moment], scale: Scale) -> tuple[str, int]:
 
     rows = []
     for left, right, moment, storages in zip(lefts, rights, chosen, alive, strict=True):
-        rows.append(
-            element(
-                "rect",
-                title(tooltip(trace, moment, storages)),
-                class_="hover",
-                x=left,
-                y=TOP,
-                width=f"{max(right - left, 0.1):.1f}",
-                height=HEIGHT,
-                fill="transparent",
-            )
-        )
+        box = f'x="{left}" y="{TOP}" width="{max(right - left, 0.1):.1f}" height="{HEIGHT}"'
+        words = title(tooltip(trace, moment, storages))
+        rows.append(f'<rect class="hover" {box}>{words}</rect>')
     return "".join(rows), chosen.index(largest(found))
 
 
@@ -286,29 +257,14 @@ def picture(trace: Trace, replays: tuple[Replay, Replay]) -> str:
         f"Stacked memory over the step: from {amount(found[0].total)} at its start to "
         f"{amount(peak.total)} at the peak, in {stage}."
     )
-    parts = [
-        element("style", PALETTE + WORDS),
-        element("rect", width=WIDTH, height=below, fill="var(--paper)"),
-        axis(scale),
-        areas(sampled(found, COLUMNS), scale),
-        bands(trace, scale),
-        *(_reserved(each, scale, dashes) for each, dashes in zip(replays, DASHES, strict=True)),
-        _peak(peak, stage, scale),
-        element("text", note, x=LEFT, y=FLOOR + BANDS + 14, class_="faint", font_size=12),
-        _key(found, below - 8),
-        tooltips,
-    ]
-    return element(
-        "svg",
-        "".join(parts),
-        xmlns="http://www.w3.org/2000/svg",
-        id="timeline",
-        viewBox=f"0 0 {WIDTH} {below}",
-        role="img",
-        aria_label=escape(summary),
-        tabindex=0,
-        data_peak=index,
-    )
+    reserved = "".join(_reserved(each, scale) for each in replays)
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" id="timeline" viewBox="0 0 {WIDTH} {below}"
+role="img" aria-label="{escape(summary)}" tabindex="0" data-peak="{index}">
+<style>{PALETTE}{WORDS}</style>
+<rect width="{WIDTH}" height="{below}" fill="var(--paper)"/>
+{axis(scale)}{areas(sampled(found, COLUMNS), scale)}{bands(trace, scale)}
+{reserved}{_peak(peak, stage, scale)}
+{text(note, LEFT, FLOOR + BANDS + 14)}{_key(found, below - 8)}{tooltips}</svg>"""
 
 
 def _key(found: list[Moment], y: int) -> str:
@@ -318,6 +274,6 @@ def _key(found: list[Moment], y: int) -> str:
     parts = []
     for place, name in enumerate(used):
         x = LEFT + place * (WIDTH - LEFT - RIGHT) // len(used)
-        parts.append(element("rect", x=x, y=y - 10, width=11, height=11, fill=COLOURS[name]))
-        parts.append(element("text", name, x=x + 16, y=y))
+        parts.append(f'<rect x="{x}" y="{y - 10}" width="11" height="11" fill="{COLOURS[name]}"/>')
+        parts.append(text(name, x + 16, y, ""))
     return "".join(parts)

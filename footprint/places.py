@@ -5,7 +5,6 @@ forward starts and ends and when any optimizer steps; a hook on a module's outpu
 backward reaches it; and whether the autograd engine runs can be asked before every operator.
 """
 
-import bisect
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
@@ -80,13 +79,11 @@ class StepTracker(Tracker):
         self.known = known
         self.memories = Memories(self)
         self.depth = depth
-        self.phases: list[tuple[int, str]] = [(0, START)]  # (time, the phase that starts then)
-        self.phase = START
 
         self.names = weakref.WeakKeyDictionary()  # module -> its name
-        # weak references, in the order in which they were seen: what the step drops is gone
-        self.seen_models: list[weakref.ref[nn.Module]] = []
-        self.seen_optimizers: list[weakref.ref[Optimizer]] = []
+        # those that are alive, in the order in which they were seen
+        self.roots = weakref.WeakKeyDictionary()
+        self.optimizers = weakref.WeakKeyDictionary()
         # modules whose forwards run now: the name, and whether it started in a backward
         self.running: list[tuple[str, bool]] = []
         self.in_optimizer = 0
@@ -104,16 +101,6 @@ class StepTracker(Tracker):
         self.first_peak = 0  # bytes, before the step that is recorded
         self.multiplied: set[str] = set()  # threads that have, before that step
 
-    @property
-    def roots(self) -> list[nn.Module]:
-        """The models that are alive."""
-        return [model for reference in self.seen_models if (model := reference()) is not None]
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers that are alive."""
-        return [found for reference in self.seen_optimizers if (found := reference()) is not None]
-
     # ---- where it is
 
     def locate(self) -> None:
@@ -125,7 +112,9 @@ class StepTracker(Tracker):
                 self.outside = GRADIENTS
             self.graph_task = task
         phase, module = self._place(task != -1)
-        self._enter_phase(phase, module)
+        stage = stage_name(phase, module, self.depth)
+        if stage != self.stage or module != self.module:
+            self.enter(stage, module)
 
     def _place(self, backward: bool) -> tuple[str, str]:
         if self.in_optimizer:
@@ -140,32 +129,22 @@ class StepTracker(Tracker):
             return BACKWARD, self.reached
         return self.outside, ""
 
-    def _enter_phase(self, phase: str, module: str) -> None:
-        stage = stage_name(phase, module, self.depth)
-        if phase != self.phase:
-            self.phases.append((self.time + 1, phase))
-            self.phase = phase
-        if stage != self.stage or module != self.module:
-            self.enter(stage, module)
-
     def begin(self, config: dict) -> None:
         super().begin(config)
         self.known.begin()
-        self.phases = [(0, START)]
-        self.phase = START
         self.outside = START
 
     def begin_step(self) -> dict[int, str]:
         """Record from here; returns which phase made what is alive (id of a storage -> phase)."""
         self.locate()
-        phases = self.phases
-        made = {event.storage: event.time for event in self.trace.events if event.bytes > 0}
-        self.first_peak, _ = self.trace.peak()
-        self.multiplied = multiplying_threads(self.trace)
+        before = self.trace
+        made = {event.storage: event.time for event in before.events if event.bytes > 0}
+        self.first_peak, _ = before.peak()
+        self.multiplied = multiplying_threads(before)
         self.begin({})
         self.known.reads.places.clear()
         alive = self.trace.storages.keys() & made.keys()  # without storages of no bytes
-        return {identity: phase_at(phases, made[identity]) for identity in alive}
+        return {identity: before.phase_at(made[identity]) for identity in alive}
 
     def run(self, func, args, kwargs):
         self.autocast = self.autocast or torch.is_autocast_enabled("cpu")
@@ -203,17 +182,13 @@ class StepTracker(Tracker):
         """Name the modules of a model, and watch the gradients of its parameters."""
         if model in self.names:
             return
-        self.seen_models.append(weakref.ref(model))
+        self.roots[model] = None
         for name, module in model.named_modules(prefix=prefix):
             self.names.setdefault(module, name)
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
                 hook = parameter.register_post_accumulate_grad_hook(self._note_gradient)
                 self.handles.append(hook)
-
-    def adopt_optimizer(self, optimizer: Optimizer) -> None:
-        if not any(optimizer is known for known in self.optimizers):
-            self.seen_optimizers.append(weakref.ref(optimizer))
 
     def _note_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -237,7 +212,7 @@ class StepTracker(Tracker):
 
     def _forward_starts(self, module: nn.Module, args) -> None:
         if module not in self.names:
-            self.adopt(module, "" if not self.seen_models else type(module).__name__)
+            self.adopt(module, type(module).__name__ if self.roots else "")
         self.recurrent = self.recurrent or isinstance(module, nn.RNNBase)
         self.running.append((self.names[module], in_backward()))
         self.locate()
@@ -264,8 +239,10 @@ class StepTracker(Tracker):
                 f"{place()}: LBFGS decides by every loss how often it runs the step, so it is not "
                 "predicted: predict one closure with SGD, and add 2 x history_size parameters"
             )
-        self.adopt_optimizer(optimizer)
+        self.optimizers[optimizer] = None
         for group in optimizer.param_groups:
+            if self.target == "cuda":
+                take_lists(group)
             for parameter in group["params"]:
                 self._note_gradient(parameter)
         self.in_optimizer += 1
@@ -275,6 +252,15 @@ class StepTracker(Tracker):
         self.in_optimizer -= 1
         self.outside = END
         self.locate()
+
+
+def take_lists(group: dict) -> None:
+    """On CUDA an optimizer takes the implementation over lists of tensors unless it is told
+    otherwise (torch/optim/optimizer.py, _default_to_fused_or_foreach).
+    """
+    undecided = "foreach" in group and group["foreach"] is None
+    if undecided and not group.get("fused") and not group.get("differentiable"):
+        group["foreach"] = True
 
 
 def refuse_results(outputs: object) -> None:
@@ -296,8 +282,3 @@ def refuse_results(outputs: object) -> None:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)
-
-
-def phase_at(phases: list[tuple[int, str]], time: int) -> str:
-    """The phase that runs at `time`."""
-    return phases[bisect.bisect_right(phases, time, key=lambda start: start[0]) - 1][1]

@@ -2,8 +2,7 @@
 
 `predict(build, step)` runs both on fake tensors, which have shapes but no memory, and records every
 storage that they would allocate. Two steps run: the first makes the optimizer's states, the second
-is like all that follow. `observe` records
-the same of a real run on this machine's CPU, and `measure` asks the CPU's allocator.
+is like all that follow. `measure` asks the CPU's allocator what a real step took.
 """
 
 import contextlib
@@ -23,28 +22,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from footprint.batches import real_batches
-from footprint.compiled import refusing_compiled
-from footprint.cuda import CudaOperators, gpu_optimizers
+from footprint.cuda import RULES
 from footprint.device import Card, target_card
-from footprint.fakes import FakeTensors
 from footprint.measure import peak_of_last
-from footprint.modes import switched_on
-from footprint.network import no_network
-from footprint.outside import (
-    arrays,
-    gpu_scalers,
-    offloading,
-    random_states,
-    saving_nothing,
-)
+from footprint.operators import FakeTensors
+from footprint.outside import Connects, all_patches
 from footprint.owners import adopt, label, move_data
+from footprint.patches import patched, switched_on
 from footprint.places import DEPTH, StepTracker
 from footprint.ranks import GlooWorkspaces, as_rank, group_ends
 from footprint.refusal import ON_THE_CPU, Refused, place_of
 from footprint.report import Report
 from footprint.unknown import branches, written_as_json
 from footprint.values import KERNEL, KnownValues, Reading, undisclosed
-from footprint.workspace import KernelWorkspaces, ProbedWorkspaces
+from footprint.workspace import KernelWorkspaces
 from footprint.written import AsWritten, with_a_device
 
 State = TypeVar("State")
@@ -126,7 +117,7 @@ def predict(
     card = target_card(target)
     if world_size < 1:
         raise Refused(f"world_size {world_size} is out of range: give the number of ranks")
-    tracker = _tracker(card, fake=True, depth=depth)
+    tracker = _tracker(card, depth)
     with (
         fake_process_group(world_size),
         as_rank(world_size, _start_fake_group),
@@ -134,14 +125,6 @@ def predict(
     ):
         trace_two_steps(tracker, build, step)
     return Report.of(tracker, card, world_size)
-
-
-def observe(build: Callable[[], State], step: Callable[[State], object]) -> Report:
-    """The same report of two real steps on this machine's CPU."""
-    tracker = _tracker(None, fake=False, depth=DEPTH)
-    with random_states(tracker), tracker:
-        trace_two_steps(tracker, build, step)
-    return Report.of(tracker, None, 1)
 
 
 def measure(build: Callable[[], State], step: Callable[[State], object]) -> int:
@@ -155,10 +138,9 @@ def measure(build: Callable[[], State], step: Callable[[State], object]) -> int:
     return peak_of_last(first_step, step)
 
 
-def _tracker(card: Card | None, fake: bool, depth: int) -> StepTracker:
-    on_cpu = GlooWorkspaces if fake else ProbedWorkspaces
-    workspaces = KernelWorkspaces("cuda") if card else on_cpu("cpu")
-    return StepTracker(workspaces, fake, KnownValues(), depth)
+def _tracker(card: Card | None, depth: int) -> StepTracker:
+    workspaces = KernelWorkspaces("cuda") if card else GlooWorkspaces("cpu")
+    return StepTracker(workspaces, True, KnownValues(), depth)
 
 
 # ---- the step
@@ -204,7 +186,7 @@ class Recording:
     ):
         self.card = target_card(target)
         self.answers = answers
-        self.tracker = _tracker(self.card, fake=True, depth=depth)
+        self.tracker = _tracker(self.card, depth)
         self.optimizer: Optimizer | None = None  # whose steps are counted
         self.origins: dict[int, str] | None = None  # since its first step
         self.report: Report | None = None
@@ -225,7 +207,6 @@ class Recording:
         if self.origins is None:
             self.origins = self.tracker.begin_step()
             return
-        adopt(self.tracker, self.tracker.roots)
         label(self.tracker, None, self.origins)
         self.tracker.known.suppose_numbers()
         self.report = Report.of(self.tracker, self.card, 1)
@@ -256,38 +237,22 @@ def _on_fake_tensors(
     tracker: StepTracker, card: Card | None, answers: Mapping[str, object], ranks: int = 1
 ) -> Iterator[None]:
     """Operators inside the `with` block allocate nothing and are recorded; errors are refusals."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(no_network())
-        stack.enter_context(_refusing())
-        stack.enter_context(refusing_compiled())
-        stack.enter_context(warnings.catch_warnings())
+    patches = all_patches(tracker) | undisclosed() | written_as_json() | real_batches(tracker)
+    reading = Reading(tracker.known, answers, RULES if card else {})
+    tracker.read_argument = reading.argument
+    modes: list[TorchFunctionMode] = [reading]
+    if card:
+        modes.append(AsWritten(tracker.memories))
+    fake_tensors = FakeTensors()
+    tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo
+    with_device = with_a_device(tracker, ranks, card) if card else contextlib.nullcontext()
+    with _refusing(), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*CUDA is not available.*Disabling")
         # on a CPU without CUDA, it really is disabled
         warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA")
-        stack.enter_context(undisclosed())
-        stack.enter_context(written_as_json())
-        stack.enter_context(saving_nothing())
-        stack.enter_context(real_batches(tracker))
         warnings.filterwarnings("ignore", message="Accessing the data pointer")  # by deepcopy
-        fake_tensors = FakeTensors()
-        tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo
-        stack.enter_context(fake_tensors)
-        reading = Reading(tracker.known, answers)
-        tracker.read_argument = reading.argument
-        modes: list[TorchFunctionMode] = [reading]
-        if card:
-            stack.enter_context(gpu_optimizers())
-            stack.enter_context(gpu_scalers())
-            stack.enter_context(offloading(tracker))
-            stack.enter_context(with_a_device(tracker, ranks, card))
-            modes.insert(0, CudaOperators())
-            modes.append(AsWritten(tracker.memories))
-        else:
-            stack.enter_context(random_states(tracker))
-            stack.enter_context(arrays(tracker))
-        stack.enter_context(switched_on(modes))
-        stack.enter_context(tracker)
-        yield
+        with patched(patches), fake_tensors, with_device, switched_on(modes), tracker:
+            yield
 
 
 @contextlib.contextmanager
@@ -295,6 +260,8 @@ def _refusing() -> Iterator[None]:
     """What fake tensors cannot do is refused in one line."""
     try:
         yield
+    except Connects as error:
+        raise Refused(str(error)) from None
     except DynamicOutputShapeException as error:
         raise Refused(_words(error, "has a result whose shape depends on values")) from error
     except DataDependentOutputException as error:

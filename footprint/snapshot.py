@@ -12,8 +12,6 @@ from footprint.allocator import Allocator, Block, Pool, Run, of_step, play
 from footprint.page import write
 from footprint.trace import Trace
 
-LARGE = 2**44  # the address of the pool of large blocks
-
 
 class Recorder(Allocator):
     """An allocator that keeps what the real one would record."""
@@ -23,20 +21,20 @@ class Recorder(Allocator):
         self.history: list[dict] = []
         self.frames: list[dict] = []  # of what is allocated or freed now
 
-    def malloc(self, size: int) -> tuple[Block, Pool]:
-        taken = super().malloc(size)
-        self._log("alloc", address(*taken), size)
-        return taken
-
-    def free(self, block: Block, pool: Pool):
-        for action in ("free_requested", "free_completed"):
-            self._log(action, address(block, pool), block.size)
-        super().free(block, pool)
-
-    def _new_segment(self, pool: Pool, size: int) -> Block:
-        block = super()._new_segment(pool, size)
-        self._log("segment_alloc", address(block, pool), block.size)
+    def malloc(self, size: int) -> Block:
+        block = super().malloc(size)
+        self._log("alloc", block.address, size)
         return block
+
+    def free(self, block: Block):
+        for action in ("free_requested", "free_completed"):
+            self._log(action, *block)
+        super().free(block)
+
+    def new_segment(self, pool: Pool, size: int) -> None:
+        super().new_segment(pool, size)
+        *_, segment = pool.segments.items()
+        self._log("segment_alloc", *segment)
 
     def _log(
         self,
@@ -73,57 +71,45 @@ class Recording(Run):
 
     def segments(self) -> list[dict]:
         """Every segment with its blocks, in the order of addresses."""
-        heads: dict[int, tuple[Block, Pool]] = {}
-        for pool in self.allocator.pools:
-            free = [block for _, _, block in pool.free]
-            used = [block for block, owner in self.blocks.values() if owner is pool]
-            for block in free + used:
-                while block.before:
-                    block = block.before
-                heads[address(block, pool)] = block, pool
-        return [self._segment(*heads[key]) for key in sorted(heads)]
+        owners = {block.address: storage for storage, block in self.blocks.items()}
+        found = []
+        for pool in reversed(self.allocator.pools):
+            free = [(address, size) for size, address in pool.free]
+            blocks = sorted([*free, *self.blocks.values()])
+            for start, length in pool.segments.items():
+                inside = [block for block in blocks if start <= block[0] < start + length]
+                segment = self._segment([self._block(*block, owners) for block in inside])
+                found.append(segment | {"segment_type": "small" if pool.small else "large"})
+        return found
 
-    def _segment(self, block: Block | None, pool: Pool) -> dict:
-        owners = {id(taken): storage for storage, (taken, _) in self.blocks.items()}
-        blocks = []
-        while block:
-            storage = owners.get(id(block))
-            requested = self.sizes.get(storage, 0)
-            blocks.append(
-                {
-                    "address": address(block, pool),
-                    "size": block.size,
-                    "requested_size": requested,
-                    "state": "inactive" if storage is None else "active_allocated",
-                    "frames": [] if storage is None else self._frames(storage),
-                }
-            )
-            block = block.after
-        used = [found for found in blocks if found["state"] != "inactive"]
-        held = sum(found["size"] for found in used)
+    def _segment(self, blocks: list[dict]) -> dict:
+        held = sum(block["size"] for block in blocks if block["frames"])
         return {
             "device": 0,
             "address": blocks[0]["address"],
-            "total_size": sum(found["size"] for found in blocks),
+            "total_size": sum(block["size"] for block in blocks),
             "allocated_size": held,
             "active_size": held,
-            "requested_size": sum(found["requested_size"] for found in used),
+            "requested_size": sum(block["requested_size"] for block in blocks),
             "stream": 0,
-            "segment_type": "small" if pool.small else "large",
             "segment_pool_id": (0, 0),
             "is_expandable": False,
             "frames": [],
             "blocks": blocks,
         }
 
+    def _block(self, address: int, size: int, owners: dict[int, int]) -> dict:
+        block = {"address": address, "size": size, "requested_size": 0}
+        if address not in owners:
+            return block | {"state": "inactive", "frames": []}
+        storage = owners[address]
+        requested = self.sizes[storage]
+        state = {"state": "active_allocated", "frames": self._frames(storage)}
+        return block | state | {"requested_size": requested}
+
 
 def frame(file: str, name: str) -> dict:
     return {"filename": file, "line": 0, "name": name}
-
-
-def address(block: Block, pool: Pool) -> int:
-    """Where a block is in the memory that both pools share."""
-    return block.address if pool.small else LARGE + block.address
 
 
 def recorded(trace: Trace) -> dict:

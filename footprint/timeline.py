@@ -88,7 +88,6 @@ def sampled(found: list[Moment], count: int) -> list[Moment]:
     The first, the last, and of each group the smallest and the largest.
     """
     chosen = {found[0], found[-1]}
-    chosen.add(largest(found))
     for group in columns(found, count):
         chosen.add(largest(group))
         chosen.add(min(group, key=lambda moment: moment.total))

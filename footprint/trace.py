@@ -8,6 +8,7 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 CATEGORIES = (
@@ -88,6 +89,16 @@ class Trace:
         """The stage that `time` lies in."""
         return _name_at(self.stages, time) or "start"
 
+    def phase_at(self, time: int) -> str:
+        """The phase that `time` lies in: the last word of a stage's name."""
+        return _phase(self.stage_at(time))
+
+    @property
+    def phases(self) -> list[tuple[int, str]]:
+        """(time, the phase that starts then)."""
+        named = [(time, _phase(stage)) for time, stage in self.stages]
+        return first_of_each(named)
+
     def module_at(self, time: int) -> str:
         """The module that runs at `time`; "" outside of all."""
         return _name_at(self.modules, time)
@@ -97,7 +108,7 @@ class Trace:
         workspaces: dict[int, int] = {}
         for time, size, _ in self.workspaces:
             workspaces[time] = max(workspaces.get(time, 0), size)
-        for time, events in groupby(self.events, key=lambda event: event.time):
+        for time, events in groupby(self.events, itemgetter(0)):
             yield time, list(events), workspaces.get(time, 0)
 
     def levels(self, block: int = 1) -> Iterator[tuple[int, int]]:
@@ -130,6 +141,15 @@ class Trace:
 def rounded_up(size: int, multiple: int) -> int:
     """The smallest multiple that is at least `size`."""
     return -(-size // multiple) * multiple
+
+
+def first_of_each(starts: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Where each name starts, without what repeats the name before it."""
+    return [next(same) for _, same in groupby(starts, itemgetter(1))]
+
+
+def _phase(stage: str) -> str:
+    return stage.rpartition(" ")[2]
 
 
 def _name_at(starts: list[tuple[int, str]], time: int) -> str:

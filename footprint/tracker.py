@@ -8,7 +8,7 @@ function `workspace` declares them.
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 
 import torch
@@ -166,8 +166,8 @@ class Tracker(TorchDispatchMode):
         """
         if value.dtype != torch.bool:
             return 1
-        known = self.alive.get(value.untyped_storage()._cdata)
-        return known is None or self.trace.storages[known[1]].op != "aten.any.default"
+        identity = self.identity(value)
+        return identity is None or self.trace.storages[identity].op != "aten.any.default"
 
     def _record(self, func, args, outputs) -> None:
         for tensor in tree_iter(outputs):
@@ -180,6 +180,11 @@ class Tracker(TorchDispatchMode):
             self.trace.workspaces.append((self.time, extra, str(func)))
 
     # ---- storages
+
+    def identity(self, tensor: torch.Tensor) -> int | None:
+        """The id of the tensor's storage; None if it is not known, or in host memory."""
+        _, identity = self.alive.get(tensor.untyped_storage()._cdata, (None, None))
+        return identity
 
     def register(self, tensor: torch.Tensor, op: object) -> int:
         """The id of the tensor's storage; a storage that was not known begins here."""
@@ -260,15 +265,20 @@ class Tracker(TorchDispatchMode):
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self.host
 
-    def move_to_host(self, tensor: torch.Tensor) -> None:
-        """The tensor's storage has been in host memory from the start."""
-        _, identity = self.alive.pop(tensor.untyped_storage()._cdata, (None, None))
-        if identity is None:
-            return
-        del self.held[identity]
-        self.trace.events = [event for event in self.trace.events if event.storage != identity]
-        with self.on_host():
-            self.register(tensor, "")
+    def move_to_host(self, identities: Container[int]) -> None:
+        """These storages have been in host memory from the start."""
+        moved = [event for event in self.trace.events if event.storage in identities]
+        self.trace.events = [
+            event for event in self.trace.events if event.storage not in identities
+        ]
+        peaks = self.trace.host_peaks
+        peaks["start"] = peaks.get("start", 0) + Trace(moved).peak()[0]
+        for address, (reference, identity) in list(self.alive.items()):
+            storage = reference()
+            if identity in identities and storage is not None:
+                del self.alive[address]
+                del self.held[identity]
+                self._register_on_host(address, storage)
 
     def _host_bytes(self) -> int:
         return sum(size for _, size in self.host.values())

@@ -5,20 +5,19 @@ wants a plain float (`float(loss)`, `math.exp`), they are 1, too, and the report
 unless the user has given the number.
 """
 
-import contextlib
 import dis
 import json
-import json.encoder
 import numbers
 import operator
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from footprint.patches import patched
+from footprint.patches import Patches
 from footprint.refusal import HERE, TORCH, Refused
 
 USUAL = 1.0  # in place of every number that is not known
@@ -155,22 +154,16 @@ def is_formatting() -> bool:
     return running == "BINARY_OP"
 
 
-@contextlib.contextmanager
-def written_as_json() -> Iterator[None]:
-    """Unknown numbers inside the `with` block can be written by `json`: by its encoder in C, which
-    asks for a default, and by that in Python, which takes them for floats.
-    """
-    default = json.JSONEncoder.default
-    make = json.encoder._make_iterencode
+def usual(value: object) -> object:
+    """The usual number for an unknown one; any other value as it is."""
+    return USUAL if isinstance(value, Unknown) else value
 
-    def plain(encoder: json.JSONEncoder, value: object):
-        return USUAL if isinstance(value, Unknown) else default(encoder, value)
 
-    def made(markers, default, encoder, indent, text, *others):
-        def known(number: float) -> str:
-            return text(USUAL if isinstance(number, Unknown) else number)
+def written_as_json() -> Patches:
+    """Unknown numbers in lists and dictionaries can be written by `json`."""
+    encode = json.JSONEncoder.iterencode
 
-        return make(markers, default, encoder, indent, known, *others)
+    def plain(encoder: json.JSONEncoder, value: object, *args, **kwargs):
+        return encode(encoder, tree_map(usual, value), *args, **kwargs)
 
-    with patched({(json.JSONEncoder, "default"): plain, (json.encoder, "_make_iterencode"): made}):
-        yield
+    return {(json.JSONEncoder, "iterencode"): plain}

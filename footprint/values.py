@@ -9,10 +9,9 @@ Values that do not depend on weights are known: of small tensors made by `arange
 for the twin; where one is read, the prediction is that of this draw, and says so.
 """
 
-import contextlib
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -22,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from footprint.patches import patched
+from footprint.patches import Patches
 from footprint.refusal import HERE, TORCH, Refused, lines, place
-from footprint.unknown import USUAL, Reads, Unknown, branches, is_formatting
+from footprint.unknown import USUAL, Reads, Unknown, branches, is_formatting, usual
 
 # torch draws until no number is out of bounds, which it asks there
 INITIALISATION = torch.nn.init.__file__
@@ -67,10 +66,10 @@ FACTORS = {
 }
 FACTORS |= {"clamp", "clip", "full_like", "masked_fill", "fill", "lerp", "normal", "uniform"}
 FACTORS |= {"isclose", "softplus", "threshold", "leaky_relu", "elu", "tril", "triu", "roll"}
-# functions of which one argument is such a number: its position and its name
-ONE_FACTOR = {"full": (1, "fill_value"), "select": (2, "index"), "narrow": (2, "start")}
+# functions of which one argument is such a number, or a tuple of them: its position
+ONE_FACTOR = {"full": 1, "select": 2, "narrow": 2, "getitem": 1, "setitem": 1}
+NAMES = ("fill_value", "index", "start")  # of that argument
 SPLITS = {Tensor.split, torch.split}
-ITEMS = {Tensor.__getitem__, Tensor.__setitem__}
 PERMUTATIONS = (torch.ops.aten.randperm.default, torch.ops.aten.randperm.generator)
 RANDOM = (
     *PERMUTATIONS,
@@ -143,22 +142,19 @@ class KnownValues:
             with unset_fake_temporarily():
                 self._keep(results[0], self.of(args[0]).as_strided((), ()))
             return
+
         if func in RANDOM and results[0].numel() <= MOST_DRAWN:
-            with unset_fake_temporarily():
-                given = dict(generator=self.random, dtype=results[0].dtype)
-                twin = func.overloadpacket(*args, **given)
-            self._keep(results[0], twin)
-            if func not in PERMUTATIONS:  # no memory depends on which of them it is
-                setattr(twin.untyped_storage(), DRAWN, True)
-            return
-        if self.given_unknown or not self._is_computable(func, args, kwargs, results):
+            is_drawn = func not in PERMUTATIONS  # no memory depends on which of them it is
+            func = func.overloadpacket
+            kwargs = dict(generator=self.random, dtype=results[0].dtype)
+        elif self.given_unknown or not self._is_computable(func, args, kwargs, results):
             self._forget_written(func, args, kwargs)
             return
-
-        with unset_fake_temporarily(), torch.no_grad():
-            real_args, real_kwargs = tree_map(self._real, (tuple(args), dict(kwargs)))
+        else:
             is_drawn = any(map(self.is_drawn, _tensors((args, kwargs))))
-            computed = func(*real_args, **real_kwargs)
+        with unset_fake_temporarily(), torch.no_grad():
+            args, kwargs = tree_map(self._real, (tuple(args), dict(kwargs)))
+            computed = func(*args, **kwargs)
         for fake, twin in zip(results, _tensors(computed), strict=True):
             self._keep(fake, twin)
             if is_drawn:
@@ -231,19 +227,17 @@ class KnownValues:
 
     def _forget_written(self, func, args, kwargs) -> None:
         """What an operator writes into no longer has the twin's values, nor have its views."""
-        if not func._schema.is_mutable:
-            return
-        for position, argument in enumerate(func._schema.arguments):
+        arguments = func._schema.arguments
+        named = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        for argument in arguments:
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             if func is UNSCALE and argument.name == "found_inf":
                 self.suppose(NO_OVERFLOW)
                 continue
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for leaf in tree_leaves(value):
-                if isinstance(leaf, Tensor):
-                    address, writes = self._state(leaf)
-                    self.writes[address] = writes + 1
+            for tensor in _tensors(named.get(argument.name)):
+                address, writes = self._state(tensor)
+                self.writes[address] = writes + 1
 
 
 def _tensors(values: object) -> list[Tensor]:
@@ -275,10 +269,6 @@ def _whole(tensor: Tensor) -> Tensor:
         return tensor.full_tensor()
 
 
-def _usual(value):
-    return USUAL if isinstance(value, Unknown) else value
-
-
 # ---- reading
 
 # what Python insists on when it asks for a value
@@ -302,11 +292,14 @@ def converted(func, answer: object) -> object:
 class Reading(TorchFunctionMode):
     """Answers when Python code asks a fake tensor for its value."""
 
-    def __init__(self, known: KnownValues, answers: Mapping[str, object]):
+    def __init__(
+        self, known: KnownValues, answers: Mapping[str, object], rules: Mapping[Callable, Callable]
+    ):
         super().__init__()
         self.known = known
         # "file.py:12" -> the value that is read there; of a list, one after another
         self.answers = {line: _in_turn(answer) for line, answer in answers.items()}
+        self.rules = rules  # function -> what the target runs in its place
         self.gave_unknown = False  # whether there can be any
         self.running: list[tuple] = []  # functions with their arguments, innermost last
 
@@ -323,10 +316,8 @@ class Reading(TorchFunctionMode):
     def _run(self, func, args, kwargs):
         if func in READS or func is Tensor.__format__:
             args = (_whole(args[0]), *args[1:])
-        if func in READS and isinstance(args[0], FakeTensor):
-            return self.value(func, args[0])
-        if func is Tensor.__format__ and isinstance(args[0], FakeTensor):
-            return self.text(*args)
+            if isinstance(args[0], FakeTensor):
+                return self.value(func, *args) if func in READS else self.text(*args)
         if func is Tensor.data_ptr and not _called_by_torch():
             raise Refused(f"{place()}: {KERNEL}")
         if func is Tensor.pin_memory:  # host memory, which fake tensors do not know
@@ -340,10 +331,10 @@ class Reading(TorchFunctionMode):
             kwargs = {name: self._size(value) for name, value in kwargs.items()}
         if self._unknown_in(args, kwargs):
             computes = getattr(func, "__name__", "") in COMPUTES
-            plain = _usual if computes else self._known
+            plain = usual if computes else self._known
             self.known.given_unknown = self.known.given_unknown or computes
             args, kwargs = tree_map(plain, (args, kwargs))
-        result = func(*args, **kwargs)
+        result = self.rules.get(func, func)(*args, **kwargs)
         if func in ARE_FINITE or func in ARE_NOT_FINITE:
             tested = getattr(result, "_local_tensor", result)
             if isinstance(tested, FakeTensor):
@@ -373,16 +364,11 @@ class Reading(TorchFunctionMode):
 
     def value(self, func, tensor: Tensor):
         """The value, if it is known; else the user's answer; else an Unknown or a refusal."""
-        real = self.known.of(tensor)
-        if real is not None:
-            with _disable_current_modes():  # the tracker would answer for a tensor without values
-                return self._drawn(tensor, func(real))
-
-        if _calling_file() == INITIALISATION:
+        if self.known.of(tensor) is None and _calling_file() == INITIALISATION:
             return False
-        answer = self._answered()
-        if answer is not None:
-            return converted(func, answer)
+        value = self._told(func, tensor)
+        if value is not None:
+            return value
         where = place()
         if func is Tensor.item and tensor.dtype != torch.bool:
             self.gave_unknown = True
@@ -393,19 +379,23 @@ class Reading(TorchFunctionMode):
             return int(USUAL)
         raise branches(where)
 
-    def _answered(self) -> object:
-        """What the user has said is read here; None if nothing."""
-        return next((next(self.answers[line]) for line in lines() if line in self.answers), None)
-
-    def _drawn(self, tensor: Tensor, value: object):
-        """The value; one that depends on random integers only if the user has not answered."""
-        if not self.known.is_drawn(tensor):
-            return value
-        answer = self._answered()
-        if answer is not None:
-            return answer
-        self.known.suppose(f"the random integers that {place()} reads are those of one draw")
-        return value
+    def _told(self, func, tensor: Tensor) -> object:
+        """The value that is known, or that the user has said is read here; None for neither. One
+        that depends on random integers is the user's before it is the draw's.
+        """
+        real = self.known.of(tensor)
+        is_drawn = self.known.is_drawn(tensor)
+        if real is None or is_drawn:
+            answers = (next(self.answers[line]) for line in lines() if line in self.answers)
+            answer = next(answers, None)
+            if answer is not None:
+                return converted(func, answer)
+        if is_drawn:
+            self.known.suppose(f"the random integers that {place()} reads are those of one draw")
+        if real is None:
+            return None
+        with _disable_current_modes():  # the tracker would answer for a tensor without values
+            return func(real)
 
     def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
         """As PyTorch makes it on real tensors; on fake ones it would hold booleans, too."""
@@ -423,14 +413,9 @@ class Reading(TorchFunctionMode):
         If it is not known, any will do where no shape depends on it: 0 is in the bounds of an index
         and a factor, too. Else it is the user's answer, or a refusal.
         """
-        real = self.known.of(tensor)
-        if real is not None:
-            with _disable_current_modes():
-                return self._drawn(tensor, real.item())
-
-        answer = self._answered()
-        if answer is not None:
-            return answer
+        value = self._told(Tensor.item, tensor)
+        if value is not None:
+            return value
         if not self._is_factor(tensor):
             raise branches(place())
         self.known.given_unknown = True
@@ -441,16 +426,15 @@ class Reading(TorchFunctionMode):
         if not self.running:
             return False
         func, args, kwargs = self.running[-1]
-        if func in ITEMS:  # not the bound of a slice
-            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
-            return any(index is tensor for index in indices)
-
         name = getattr(func, "__name__", "").strip("_")
-        if name in ONE_FACTOR:
-            position, keyword = ONE_FACTOR[name]
-            given = args[position] if position < len(args) else kwargs.get(keyword)
-            return given is tensor
-        return name in FACTORS or name.startswith("foreach_")
+        if name in FACTORS or name.startswith("foreach_"):
+            return True
+        if name not in ONE_FACTOR:
+            return False
+        named = tuple(kwargs.get(word) for word in NAMES)
+        given = args[ONE_FACTOR[name]] if ONE_FACTOR[name] < len(args) else named
+        indices = given if isinstance(given, tuple) else (given,)
+        return any(index is tensor for index in indices)  # not the bound of a slice
 
 
 # ---- models that ask
@@ -466,11 +450,11 @@ class Undisclosed(metaclass=_TellsTorchOnly):
     """In place of FakeTensor's public name: only PyTorch is told whether a tensor is fake."""
 
 
-def undisclosed() -> contextlib.AbstractContextManager[None]:
-    """Models inside the `with` block run as they do on real tensors.
+def undisclosed() -> Patches:
+    """Models run as they do on real tensors.
 
     `transformers` asks whether a tensor is fake, to read no value of it. Then it makes attention
     masks that the real step does without, and attention takes another kernel. Here small values
     are known, and others are refused where they are read.
     """
-    return patched({(torch._subclasses, "FakeTensor"): Undisclosed})
+    return {(torch._subclasses, "FakeTensor"): Undisclosed}

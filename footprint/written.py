@@ -22,10 +22,9 @@ from torch.utils import _device
 from footprint.allocator import GIB
 from footprint.device import Card, cublas_size, multiplying_threads
 from footprint.memories import DEVICE, HOST, Memories, Moved
-from footprint.patches import patched
+from footprint.patches import Patches, patched
 from footprint.places import StepTracker, local
 from footprint.refusal import HERE, TORCH
-from footprint.tracker import Tracker
 
 MODULES = torch.nn.modules.module.__file__  # where Module.to moves tensors for the step
 CUDA = torch.device("cuda", 0)
@@ -218,34 +217,18 @@ DOES_NOTHING = (
     "seed",
     "seed_all",
     "set_device",
+    "set_device_index",
     "set_rng_state",
     "set_rng_state_all",
 )
-COUNTERS = {
-    "memory_allocated": "allocated",
-    "memory_reserved": "allocated",
-    "max_memory_allocated": "peak",
-    "max_memory_reserved": "peak",
-    "reset_peak_memory_stats": "reset",
-    "mem_get_info": "free",
-    "memory_stats": "stats",
-}
+IDLE = ("Stream", "Event", "stream", "device", "current_stream", "default_stream")
 
 
-IDLE = (
-    "Stream",
-    "Event",
-    "stream",
-    "device",
-    "current_stream",
-    "default_stream",
-)
-
-
-def _answers(tracker: Tracker, ranks: int, card: Card) -> dict[tuple[object, str], object]:
-    """What torch.cuda and torch.accelerator say to the step."""
-    cuda, accelerator = torch.cuda, torch.accelerator
-    found: dict[tuple[object, str], object] = {}
+def _answers(owner: types.ModuleType, tracker: StepTracker, ranks: int, card: Card) -> Patches:
+    """What torch.cuda or torch.accelerator says to the step. Each name has a function of its own:
+    the compiler of PyTorch keeps rules by function.
+    """
+    meter = Meter(tracker, card)
     constants = {
         "is_available": True,
         "is_initialized": True,
@@ -256,29 +239,26 @@ def _answers(tracker: Tracker, ranks: int, card: Card) -> dict[tuple[object, str
         "current_accelerator": torch.device("cuda"),
         "get_device_name": f"NVIDIA {card.name}",
         "get_device_capability": divmod(card.cc, 10),
-        "set_device_index": None,
         "memory_summary": "",
     }
-    for owner in (cuda, accelerator):
-        for name, value in constants.items():
-            if name in vars(owner):
-                found[owner, name] = constant(value, getattr(owner, name))
-        for name in DOES_NOTHING:
-            if name in vars(owner):
-                found[owner, name] = constant(None)
-        meter = Meter(tracker, card)
-        for name, counter in COUNTERS.items():
-            if name in vars(owner):
-                found[owner, name] = getattr(meter, counter)
-    for name in IDLE:
-        found[cuda, name] = Idle
-    found[cuda, "get_device_properties"] = lambda *_, **__: properties(card)
-    found[cuda, "get_rng_state"] = lambda *_: torch.get_rng_state()
-    found[cuda, "get_rng_state_all"] = lambda *_: [torch.get_rng_state()]
-    return found
+    found = {name: constant(value, vars(owner).get(name)) for name, value in constants.items()}
+    found |= {name: constant(None) for name in DOES_NOTHING} | dict.fromkeys(IDLE, Idle)
+    found |= {
+        "get_device_properties": lambda *_, **__: properties(card),
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "get_rng_state_all": lambda *_: [torch.get_rng_state()],
+        "memory_allocated": meter.allocated,
+        "memory_reserved": meter.allocated,
+        "max_memory_allocated": meter.peak,
+        "max_memory_reserved": meter.peak,
+        "reset_peak_memory_stats": meter.reset,
+        "mem_get_info": meter.free,
+        "memory_stats": meter.stats,
+    }
+    return {(owner, name): answer for name, answer in found.items() if name in vars(owner)}
 
 
-def _autocast() -> dict[tuple[object, str], object]:
+def _autocast() -> Patches:
     """Autocast for CUDA is that of the CPU, in the precision that CUDA takes by itself."""
     start = autocast.__init__
     enabled = torch.is_autocast_enabled
@@ -330,7 +310,9 @@ def with_a_device(tracker: StepTracker, ranks: int, card: Card) -> Iterator[None
     """Steps inside the `with` block find a CUDA device."""
     default, environment = torch._GLOBAL_DEVICE_CONTEXT, dict(os.environ)
     before = getattr(default, "device_context", None)
-    patches = _answers(tracker, ranks, card) | _autocast() | {(torch, "Generator"): Generator}
+    patches = _autocast() | {(torch, "Generator"): Generator}
+    for owner in (torch.cuda, torch.accelerator):
+        patches |= _answers(owner, tracker, ranks, card)
     patches[Tensor, "record_stream"] = constant(None)
     patches[FakeTensor, "device"] = _device_of_fakes(tracker.memories)
     if ranks > 1:

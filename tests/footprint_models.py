@@ -14,6 +14,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from footprint import Report
+from footprint.outside import random_states
+from footprint.patches import patched
+from footprint.places import DEPTH, StepTracker
+from footprint.prediction import trace_two_steps
+from footprint.values import KnownValues
+from footprint.workspace import ProbedWorkspaces
+
 WIDTH = 128
 HEADS = 4
 VOCABULARY = 1000
@@ -281,3 +289,11 @@ OVER_RANKS = {
     "DDP, mlp": over_ranks(replicated, mlp, images),
     "DDP, Llama": over_ranks(replicated, llama),
 }
+
+
+def observe(build, step) -> Report:
+    """The report of two real steps on this machine's CPU."""
+    tracker = StepTracker(ProbedWorkspaces("cpu"), False, KnownValues(), DEPTH)
+    with patched(random_states(tracker)), tracker:
+        trace_two_steps(tracker, build, step)
+    return Report.of(tracker, None, 1)

@@ -99,21 +99,21 @@ def test_the_smallest_free_block_that_is_large_enough_is_taken():
     allocator = Allocator()
     blocks = [allocator.malloc(size * MIB) for size in (40, 20, 30)]
     for block in blocks:
-        allocator.free(*block)
-    assert allocator.malloc(18 * MIB)[0].address == blocks[1][0].address
-    assert allocator.malloc(18 * MIB)[0].address == blocks[2][0].address
+        allocator.free(block)
+    assert allocator.malloc(18 * MIB).address == blocks[1].address
+    assert allocator.malloc(18 * MIB).address == blocks[2].address
     assert allocator.reserved == 90 * MIB
 
 
 def test_freed_neighbours_merge_and_hold_a_larger_request():
     allocator = Allocator()
     blocks = [allocator.malloc(5 * MIB) for _ in range(4)]
-    allocator.free(*blocks[1])
-    allocator.free(*blocks[3])
+    allocator.free(blocks[1])
+    allocator.free(blocks[3])
     allocator.malloc(9 * MIB)  # two holes of 5 MiB do not hold it
     assert allocator.reserved == 40 * MIB
-    allocator.free(*blocks[2])
-    assert allocator.malloc(15 * MIB)[0].address == blocks[1][0].address
+    allocator.free(blocks[2])
+    assert allocator.malloc(15 * MIB).address == blocks[1].address
     assert allocator.reserved == 40 * MIB
 
 
@@ -122,13 +122,11 @@ def test_expandable_segments_grow_by_what_their_free_end_lacks():
     first = allocator.malloc(30 * MIB)
     second = allocator.malloc(10 * MIB)
     assert allocator.reserved == 40 * MIB
-    allocator.free(*second)
-    assert allocator.malloc(35 * MIB)[0].address == 30 * MIB
+    allocator.free(second)
+    assert allocator.malloc(35 * MIB).address == 30 * MIB
     assert allocator.reserved == 80 * MIB  # 25 MiB lacked, in pages of 20
-    allocator.free(*first)
-    assert allocator.malloc(5 * MIB)[0].address == 0, (
-        "the hole comes before the end, which can grow"
-    )
+    allocator.free(first)
+    assert allocator.malloc(5 * MIB).address == 0, "the hole comes before the end, which can grow"
 
 
 def test_growing_sequences_fragment_classic_segments_and_not_expandable_ones():
@@ -199,17 +197,16 @@ def test_blocks_never_overlap_and_all_merge_once_everything_is_free(seed, expand
         if event.bytes > 0:
             held[event.storage] = allocator.malloc(event.bytes)
         else:
-            allocator.free(*held.pop(event.storage))
+            allocator.free(held.pop(event.storage))
         assert allocator.allocated <= allocator.reserved
-        for pool in allocator.pools:
-            ranges = [(block.address, block.size) for block, of in held.values() if of is pool]
-            ranges += [(address, size) for size, address, _ in pool.free]
-            for (address, size), (following, _) in itertools.pairwise(sorted(ranges)):
-                assert address + size <= following
+        ranges = list(map(tuple, held.values()))
+        ranges += [(address, size) for pool in allocator.pools for size, address in pool.free]
+        for (address, size), (following, _) in itertools.pairwise(sorted(ranges)):
+            assert address + size <= following
     assert allocator.allocated == 0
-    assert sum(size for pool in allocator.pools for size, _, _ in pool.free) == allocator.reserved
+    assert sum(size for pool in allocator.pools for size, _ in pool.free) == allocator.reserved
     for pool in allocator.pools:
-        assert not any(block.before for _, _, block in pool.free)
+        assert expandable or pool.segments == pool.sizes
         assert not expandable or len(pool.free) == 1
     assert expandable or sum(pool.give_back() for pool in allocator.pools) == allocator.reserved
 

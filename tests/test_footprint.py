@@ -5,9 +5,7 @@ tells apart, what it refuses, and that it needs torch only.
 import copy
 import dataclasses
 import functools
-import io
 import json
-import logging
 import math
 import subprocess
 import sys
@@ -25,9 +23,18 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import footprint as benchmark
-from footprint import Recording, Refused, measure, observe, predict, probe, unknown
+from footprint import Recording, Refused, measure, predict, probe, unknown
 from footprint.places import shortened
-from tests.footprint_models import STEPS, Transformer, images, mlp, on_tokens, tokens, train
+from tests.footprint_models import (
+    STEPS,
+    Transformer,
+    images,
+    mlp,
+    observe,
+    on_tokens,
+    tokens,
+    train,
+)
 from tests.tiers import few_fast
 
 ROOT = Path(__file__).parent.parent
@@ -174,36 +181,6 @@ def test_an_error_of_the_users_own_is_told_as_python_tells_it():
 
     with pytest.raises(TypeError, match=r'can only concatenate str \(not "float"\) to str'):
         predict(TRANSFORMER[0], step, "cpu")
-
-
-@pytest.mark.slow
-def test_a_line_may_read_often():
-    def step(state):
-        loss = forward(state).mean()
-        return sum(float(loss) for _ in range(1001))
-
-    assert len(predict(TRANSFORMER[0], step, "cpu").assumed) == 1
-
-
-def test_only_the_two_steps_that_are_predicted_are_heard(capsys, caplog):
-    tqdm = pytest.importorskip("tqdm", reason="tqdm is not installed")
-    drawn = io.StringIO()
-    calls = tqdm.tqdm(file=drawn, total=9, mininterval=0, leave=False)
-
-    def step(state):
-        TRANSFORMER[1](state)
-        calls.set_postfix(loss=float(state[0](tokens()[0]).mean()))
-        calls.update()
-        print("out")
-        print("error", file=sys.stderr)
-        logging.getLogger(__name__).warning("log")
-
-    predict(TRANSFORMER[0], step, "cpu")
-    heard = capsys.readouterr()
-    assert calls.n == 2
-    assert (heard.out, heard.err) == ("out\n" * 2, "error\n" * 2)
-    assert caplog.messages == ["log"] * 2
-    assert "2/9" in drawn.getvalue() and "3/9" not in drawn.getvalue()
 
 
 def test_a_number_scales_a_tensor_and_bounds_what_an_optimizer_of_pytorch_does():

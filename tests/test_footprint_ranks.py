@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from footprint import Refused, observe, predict
+from footprint import Refused, predict
 from longhaul import dist
 from tests.footprint_models import (
     OVER_RANKS,
     Transformer,
     loss_of,
+    observe,
     tokens,
     train,
     with_optimizer,

@@ -45,8 +45,8 @@ def curves(events: list[dict], expandable: bool = False) -> Curves:
             stream = streams[event["stream"]]
             blocks[event["addr"]] = stream, stream.malloc(event["size"])
         elif event["action"] == "free_completed" and event["addr"] in blocks:
-            stream, (block, pool) = blocks.pop(event["addr"])
-            stream.free(block, pool)
+            stream, block = blocks.pop(event["addr"])
+            stream.free(block)
         else:
             continue
         found.real.append(reserved)

@@ -36,6 +36,7 @@ CUDA_CONTEXT_GIB = 1.0
 # the lengths, the vocabulary and --group_size.
 LARGEST = ("ste_legacy", "reinforce")
 KEPT = ("parameter", "optimizer")  # categories of what every stage holds
+FIXED = (*KEPT, "gradient", "unsharded")  # that are as large for every number of tokens
 COPY = "copy for --async_save"  # a category of its own
 SHORT = (7, 8, 9)  # tokens of the responses that stand for a long one: fewer have other peaks
 # settings that decide no byte
@@ -69,7 +70,15 @@ class Needs:
     @property
     def static(self) -> int:
         """Weights and optimizer states, which every stage holds."""
-        return sum(self.sizes[self.peak_stage].get(name, 0) for name in KEPT)
+        return self._at_peak(KEPT)
+
+    @property
+    def fixed(self) -> int:
+        """What is alive at the peak for any number of tokens."""
+        return self._at_peak(FIXED)
+
+    def _at_peak(self, categories: Sequence[str]) -> int:
+        return sum(self.sizes[self.peak_stage].get(name, 0) for name in categories)
 
 
 # ---- one simulation for equal steps

@@ -41,6 +41,7 @@ from longhaul.posttrain.config import PolicyConfig
 from model import GIB
 
 UNIT = 1024  # tokens: the longest context is a multiple
+LONGER = 8  # times the context that fits as asked is what is tried first with every lever
 
 
 class Run(NamedTuple):
@@ -123,8 +124,15 @@ def judged(room: int, run: Run) -> Found:
         live = run.needs.peak
         return placed(live, live + int(PROCESS_GIB * GIB), room, seconds=seconds)
     asked = demand(run.cfg, run.ranks)
-    live, host = asked.classic.peak_live, run.needs.host
-    return Found(live, asked.least_bytes, asked.placement(room), host, seconds)
+    found = run.needs
+    return Found(
+        asked.classic.peak_live,
+        asked.least_bytes,
+        asked.placement(room),
+        found.host,
+        seconds,
+        fixed=found.fixed,
+    )
 
 
 def solve(
@@ -310,9 +318,9 @@ def _by_context(search: Search, asked: Run, gpus: int) -> Tried | None:
     every = with_every_lever(asked._replace(ranks=most))
     if most > 1 and _may_share_any_row(every.cfg, most):
         every = sharing(every.cfg, most)
-    start = plain.request.cfg.context_length if plain else asked.cfg.context_length
-    best = longest(search, "every lever", every, start)
-    if best is None or plain and best.request.cfg.context_length <= start:
+    reached = plain.request.cfg.context_length if plain else 0
+    best = longest(search, "every lever", every, LONGER * reached)
+    if best is None or best.request.cfg.context_length <= reached:
         return plain
     search.say(f"with every lever it is {best.request.cfg.context_length:,}")
     return best
@@ -341,4 +349,4 @@ def longest(search: Search, name: str, run: Run, start: int = 0) -> Tried | None
     def at(context: int) -> Run:
         return run.change(context_length=context)
 
-    return search.largest(label, start or cfg.context_length, at, bounds)
+    return search.largest(label, min(start or cfg.context_length, bounds.most), at, bounds)

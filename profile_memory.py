@@ -31,7 +31,7 @@ from longhaul.memory import advise, analysis, door, reconcile, report
 from longhaul.memory import solve as solver
 from longhaul.memory.analysis import Analysed
 from longhaul.memory.deep import Profile, profile
-from longhaul.memory.needs import kinds_in_words, largest
+from longhaul.memory.needs import largest
 from longhaul.memory.plan import command, host_available_bytes, shutdown_timeout
 from longhaul.memory.search import Verdict, note_on_size, verdict
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig
@@ -318,7 +318,8 @@ def predicted(cfg: ProfileConfig) -> tuple[dict, int]:
     training = largest(cfg.training(), cfg.nproc)
 
     if cfg.dense_steps:
-        print(kinds_in_words(cfg.training(), cfg.nproc))
+        kind = "of the indexer's dense warm-up" if training.dense_steps else "behind the warm-up"
+        print(f"of two kinds of step the larger one, {kind}:")
 
     found = profile(training, cfg.nproc, target, cfg.full or cfg.measure)
     demand = Demand.of(found.trace, cfg.nproc) if target == "cuda" else None

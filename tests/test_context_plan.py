@@ -15,7 +15,7 @@ from longhaul.config import TrainConfig
 from longhaul.kinds import unfit_exchanges
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
-from longhaul.memory.needs import PROCESS_GIB, usual
+from longhaul.memory.needs import PROCESS_GIB, needs
 from longhaul.parallel import context
 from tests import test_train
 from tests.ranks import run_program
@@ -221,7 +221,7 @@ def test_the_refusal_of_the_4b_names_the_command_that_shares_rows(monkeypatch):
 def test_a_rank_of_two_needs_half_the_activations():
     def peak(cfg: TrainConfig, sharing: int, ranks: int) -> int:
         shared = dataclasses.replace(cfg, context_parallel_size=sharing)
-        return usual(shared, ranks).peak
+        return needs(shared, ranks).peak
 
     assert 0.45 < peak(LONG, 2, 2) / peak(LONG, 1, 2) < 0.6
     checkpointed = TrainConfig(context_length=131_072, gradient_checkpointing="full")

@@ -28,7 +28,7 @@ from longhaul.flops import (
 )
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
-from longhaul.memory.needs import usual
+from longhaul.memory.needs import needs
 from longhaul.run.log import PEAK_FLOPS
 from longhaul.staging import PINNED
 from model import GIB, ModelConfig
@@ -60,7 +60,7 @@ SPARSE = pytest.mark.parametrize("sizes", [(), ("kv=separate",), ("cmp_kind=mean
 
 def peak(**changes) -> float:
     cfg = dataclasses.replace(BIG, **changes)
-    return usual(cfg).peak / GIB
+    return needs(cfg).peak / GIB
 
 
 # ---- bytes
@@ -116,7 +116,7 @@ def test_the_planned_peak_is_what_the_allocator_records(changes):
 
     resident = 3 * 4 * state.model.num_params()
     measured = resident + peak_bytes(lambda: step.train_step(state, batch), CPU)
-    planned = usual(dataclasses.replace(cfg, device="cpu")).peak
+    planned = needs(dataclasses.replace(cfg, device="cpu")).peak
     assert planned == pytest.approx(measured, rel=0.01)
 
 

@@ -22,7 +22,7 @@ from longhaul.dist import World, check_replicas
 from longhaul.flops import run_words, step_seconds, time_words, warm_up_seconds
 from longhaul.kinds import unfit_exchanges
 from longhaul.memory import reserve
-from longhaul.memory.needs import PROCESS_GIB, Needs, at_least, usual, warm_up
+from longhaul.memory.needs import PROCESS_GIB, WARM_UP, Needs, at_least, needs
 from longhaul.parallel import context
 from longhaul.posttrain.config import PolicyConfig
 from model import GIB, ModelConfig
@@ -55,30 +55,19 @@ class Plan:
 
     @cached_property
     def needs(self) -> Needs:
-        """Of a step in which everything learns."""
-        return usual(self._on_device, self.world.size)
-
-    @cached_property
-    def warm_up(self) -> Needs | None:
-        """Of a step of the indexer's dense warm-up, if the run has one."""
+        """Of a step, in the stage of a length schedule that needs most."""
         if self.stages:
-            found = filter(None, (one.warm_up for one in self.stages))
-            return max(found, key=lambda one: one.peak, default=None)
-        return warm_up(self._on_device, self.world.size)
+            return self._worst_stage.needs
+        return needs(self._on_device, self.world.size)
 
     @property
-    def live(self) -> dict[str, int]:
-        """Stage -> live bytes at its peak, in the kind of step that needs most."""
-        found = dict(self.needs.stages)
-        if self.warm_up is not None:
-            for stage, size in self.warm_up.stages.items():
-                found[stage] = max(size, found.get(stage, 0))
-        return found
+    def _worst_stage(self) -> "Plan":
+        return max(self.stages, key=lambda one: one.needed_gib)
 
     @property
     def peak(self) -> int:
         """Live bytes at the peak of any step."""
-        return max(self.live.values())
+        return self.needs.peak
 
     @property
     def needed_gib(self) -> float:
@@ -91,12 +80,10 @@ class Plan:
     def reserved_gib(self) -> float:
         """What the GPU's allocator reserves in any step."""
         if self.stages:
-            return max(one.reserved_gib for one in self.stages)
-        kinds = filter(None, (self.needs, self.warm_up))
-        found = max(kinds, key=lambda one: one.peak)
-        cfg = self._on_device
+            return self._worst_stage.reserved_gib
         device_bytes = int(self.available_gib * GIB)
-        return reserve.reserved(found, cfg, self.world.size, device_bytes) / GIB
+        request = self._on_device, self.world.size, device_bytes
+        return reserve.reserved(self.needs, *request) / GIB
 
     @property
     def _on_device(self) -> TrainConfig:
@@ -178,7 +165,8 @@ class Plan:
         """What is needed and what is available, for a plan that does not fit."""
         live_gib = self.peak / GIB + self.hidden_gib
         if live_gib > self.available_gib:
-            where = " in the indexer's dense warm-up" if self._warm_up_decides else ""
+            in_warm_up = self.needs.peak_stage == WARM_UP
+            where = " in the indexer's dense warm-up" if in_warm_up else ""
             return (
                 f"each rank needs {live_gib:.1f} GiB{where} "
                 f"and {self.available_gib:.1f} GiB are available"
@@ -207,17 +195,11 @@ class Plan:
             rows.append(_row(stage, size / GIB))
             if self.asked.plan and stage == self.needs.peak_stage:
                 rows += self._terms(stage)
-        peak_stage = self.needs.peak_stage
-        if self.warm_up is not None:
-            note = f" (to step {self.cfg.dense_steps:,}; peak: {self.warm_up.peak_stage})"
-            rows.append(_row("dense warm-up", self.warm_up.peak / GIB, note))
-        if self._warm_up_decides:
-            peak_stage = "dense warm-up"
         if self.device.type != "cpu":
             rows.append(_row("live at the peak", self.peak / GIB))
             kind = "expandable" if reserve.expandable_segments() else "classic"
             rows.append(_row("reserved for it", self.reserved_gib, f", in {kind} segments"))
-        rows.append(_row("needed", self.needed_gib, f" (peak: {peak_stage})"))
+        rows.append(_row("needed", self.needed_gib, f" (peak: {self.needs.peak_stage})"))
         rows.append(_row("available", self.available_gib, f" ({self._source()})"))
         if self.needs.host:
             rows.append(
@@ -226,11 +208,6 @@ class Plan:
         rows += self._stage_rows()
         rows.append(f"  {'time':<20}{self.time()}")
         return "\n".join(rows)
-
-    @property
-    def _warm_up_decides(self) -> bool:
-        """Whether the indexer's dense warm-up takes more than the steps behind it."""
-        return self.warm_up is not None and self.warm_up.peak > self.needs.peak
 
     def _stage_rows(self) -> list[str]:
         """What each stage of the length schedule needs; the rows above are those of the worst."""

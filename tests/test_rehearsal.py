@@ -24,6 +24,7 @@ from longhaul.memory.needs import PROCESS_GIB, at_least, demand, needs
 from longhaul.memory.needs import largest as largest_method
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.rehearsal import (
+    Policy,
     Rehearsal,
     rehearsal,
     shortest_micro_batch,
@@ -322,7 +323,7 @@ def test_rotary_tables_are_as_long_as_the_first_step_makes_them():
         made = rehearsal(cfg, ranks=1, every=True)
         made.skeletons(cfg.model(), None)
         state = step.build(cfg, cfg.model(), "cpu")
-        Rehearsal.begin(made, Tracker(), state)
+        Policy.begin(made, Tracker(), state)
         micro = grade.micro_batches(
             [torch.zeros(9, dtype=torch.long)] * 2, [0, 1], 0, 0, 2, made.settings, CPU
         )

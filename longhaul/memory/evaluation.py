@@ -17,8 +17,9 @@ from longhaul.config import TrainConfig
 from longhaul.dist import local_shard
 from longhaul.evals.score import Item, ModelScorer
 from longhaul.kinds import attention_kind
+from longhaul.memory.batches import CPU, fake_batch
 from longhaul.memory.needs import CUDA_CONTEXT_GIB, PROCESS_GIB
-from longhaul.memory.simulate import CPU, fake_batch, on_fake_tensors
+from longhaul.memory.simulate import on_fake_tensors
 from longhaul.memory.stages import label, telling
 from longhaul.memory.workspace import Workspaces
 from model import GIB

@@ -33,7 +33,7 @@ from longhaul.memory.analysis import Analysed
 from longhaul.memory.deep import Profile, profile
 from longhaul.memory.needs import largest
 from longhaul.memory.plan import command, host_available_bytes, shutdown_timeout
-from longhaul.memory.search import Verdict, note_on_size, verdict
+from longhaul.memory.search import Verdict, note_on_size
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul.run import start
 from model import GIB, ModelConfig
@@ -199,6 +199,10 @@ class ProfileAnalysis(Profiler, Measures, TrainConfig):
                     f"--{name} is about training; the report of an analysis has what was measured "
                     f"next to what was planned: drop --{name}"
                 )
+        if self.solve != "none":
+            raise ValueError(
+                "--solve is about training: --advise finds what an analysis can change"
+            )
         if self.nproc > 1 or self.gpus > 1:
             raise ValueError("one process analyses a model: drop --nproc and --gpus")
 
@@ -258,7 +262,7 @@ def answer(cfg: Profiler) -> int:
     if cfg.advise:
         return give_advice(cfg)
     if isinstance(cfg, ProfileAnalysis):
-        return plan_analysis(cfg) if cfg.solve == "none" else solve_analysis(cfg)
+        return plan_analysis(cfg)
     if cfg.solve != "none":
         return solve(cfg)
     return predict(cfg)
@@ -390,26 +394,8 @@ def plan_analysis(cfg: ProfileAnalysis) -> int:
         door.write_json(cfg.json, {"peaks": plan.peaks, "device_gib": plan.gib})
     if not cfg.has_card or plan.gib <= cfg.card().gib:
         return 0
-    say(f"{cfg.card().name} ({cfg.card().gib:g} GiB) is too small: --solve levers finds what fits")
+    say(f"{cfg.card().name} ({cfg.card().gib:g} GiB) is too small: --advise finds what fits")
     return Verdict.NOTHING.exit_code
-
-
-def solve_analysis(cfg: ProfileAnalysis) -> int:
-    """Find the layers and the batch of an analysis, or its context, that a card holds."""
-    if cfg.solve == "world_size":
-        raise ValueError("one process analyses a model: use --solve levers or --solve context")
-    asked = cfg.analysed()
-    search = analysis.searched(cfg.card().gib, say)
-    say(search.head())
-    if cfg.solve == "context":
-        best = analysis.by_context(search, asked)
-    else:
-        best = search.climb(asked, list(advise.ladder(asked, None))).best
-    if best is None or not best.fits:
-        say("nothing fits")
-        return Verdict.NOTHING.exit_code
-    say(best.request.command())
-    return verdict(best, best.request == asked).exit_code
 
 
 def solve(cfg: ProfileConfig) -> int:

@@ -17,14 +17,11 @@ from base.flags import PRECISIONS
 from footprint.device import HALF_SINCE, Card
 from longhaul.memory import analysis, solve
 from longhaul.memory.analysis import Analysed
-from longhaul.memory.needs import PROCESS_GIB
-from longhaul.memory.search import Found, Lever, Say, Search, Tried, Verdict, pulled, verdict
+from longhaul.memory.search import Found, Lever, Say, Search, Tried, Verdict, verdict
 from longhaul.memory.solve import Run
-from longhaul.posttrain.config import PolicyConfig
 from model import GIB
 
 Request = Run | Analysed
-MOST_GPUS = (2, 4, 8, 16, 32, 64)  # tried if one card is not enough
 VERDICTS = {
     Verdict.FITS: "fits",
     Verdict.AFTER_CHANGES: "fits after these changes",
@@ -43,15 +40,13 @@ def judged(card: Card, host_gib: float, asked: Request) -> Found:
 # ---- what to change
 
 
-def ladder(asked: Request, card: Card | None) -> Iterator[Lever]:
-    """The changes, the smallest loss of quality first; without a card those that leave precision
-    and device as they are.
-    """
+def ladder(asked: Request, card: Card) -> Iterator[Lever]:
+    """The changes, the smallest loss of quality first."""
     analysed = isinstance(asked, Analysed)
     first, *others = solve.LEVERS
     if not analysed:
         yield first
-    if card and asked.dtype == "float32" and (not analysed or not asked.measures.compare):
+    if asked.dtype == "float32" and (not analysed or not asked.measures.compare):
         # what is compared begins with the model in float32, and training has no loss scaler
         if card.cc >= HALF_SINCE:
             yield Lever("bf16 instead of fp32", functools.partial(in_precision, name="bf16"))
@@ -61,8 +56,7 @@ def ladder(asked: Request, card: Card | None) -> Iterator[Lever]:
     for rows in smaller_batches(asked.batch_size):
         yield Lever(f"micro-batches of {rows}", functools.partial(in_batches, rows=rows))
     yield from analysis.levers(asked) if analysed else others
-    if card:
-        yield Lever("the CPU", on_cpu)
+    yield Lever("the CPU", on_cpu)
 
 
 def in_precision(asked: Request, name: str) -> Request:
@@ -164,8 +158,8 @@ def advise(task: str, asked: Request, card: Card, host_gib: float, say: Say) -> 
     say(search.head())
     best = search.climb(asked, list(ladder(asked, card))).best
     notes = _notes(asked, card)
-    if not best.fits:
-        notes += _if_nothing_fits(asked, card)
+    if not best.fits and isinstance(asked, Run):
+        notes.append("--solve world_size --gpus 64 looks for how many such GPUs are enough")
     return Advice(task, card, search.tried, best if best.fits else None, breakdown, notes)
 
 
@@ -185,22 +179,3 @@ def _notes(asked: Request, card: Card) -> list[str]:
             "advised on this card, because bf16 is emulated and fp16 needs a loss scaler"
         )
     return notes
-
-
-def _if_nothing_fits(asked: Request, card: Card) -> list[str]:
-    """What would be enough: the host's memory, or more GPUs."""
-    *levers, to_cpu = ladder(asked, card)
-    least = functools.reduce(lambda request, lever: pulled(lever, request), levers, asked)
-    host = judged(card, 0.0, to_cpu.pull(least)).live / GIB + PROCESS_GIB
-    notes = [f"the CPU would need {host:.1f} GiB of host memory"]
-    if isinstance(asked, Analysed) or isinstance(asked.cfg, PolicyConfig):
-        return notes
-
-    for ranks in MOST_GPUS:
-        if Tried("", None, judged(card, 0.0, least._replace(ranks=ranks))).fits:
-            return [*notes, f"with all changes, {ranks} such GPUs are enough (FSDP2)"]
-    return [
-        *notes,
-        f"not even {MOST_GPUS[-1]} such GPUs are enough, because activations are not sharded: "
-        "shorten the context",
-    ]

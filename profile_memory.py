@@ -26,13 +26,12 @@ from longhaul import cli, dist
 from longhaul.analysis.config import Measures
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
-from longhaul.flops import longest_step
 from longhaul.memory import advise, analysis, door, reconcile, report
 from longhaul.memory import solve as solver
 from longhaul.memory.analysis import Analysed
 from longhaul.memory.deep import Profile, profile
 from longhaul.memory.needs import largest
-from longhaul.memory.plan import command, host_available_bytes, shutdown_timeout
+from longhaul.memory.plan import host_available_bytes
 from longhaul.memory.search import Verdict, note_on_size
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul.run import start
@@ -257,8 +256,6 @@ def answer(cfg: Profiler) -> int:
     note = note_on_size(cfg.gpu_memory_gib)
     if note:
         say(note)
-    if cfg.length_schedule:
-        return predict_stages(cfg)
     if cfg.advise:
         return give_advice(cfg)
     if isinstance(cfg, ProfileAnalysis):
@@ -274,6 +271,11 @@ def check_question(cfg: Profiler):
         raise ValueError("--json has no results of --solve: drop --json")
     if cfg.gpus and not cfg.searches:
         raise ValueError("--gpus is for --solve and --advise: give --nproc for a number of ranks")
+    if cfg.length_schedule:
+        raise ValueError(
+            "--length_schedule: one length is predicted: give --context_length, or plan every "
+            f"stage by `python {cfg.PROGRAM} --plan`"
+        )
     if cfg.device == "cpu" and cfg.has_card and not cfg.searches:
         raise ValueError("--gpu and --vram say what a GPU holds: drop them, or --device cpu")
     if cfg.device == "cpu" and cfg.searches:
@@ -283,39 +285,8 @@ def check_question(cfg: Profiler):
         )
 
 
-def predict_stages(cfg: ProfileConfig) -> int:
-    """Predict every stage of a length schedule; a JSON file has a list with one result of each."""
-    for name in ("solve", "advise", "html", "snapshot"):
-        if name in cfg.changed_settings():
-            raise ValueError(
-                f"--{name} is about one length: drop --length_schedule, and give --context_length"
-            )
-    results = []
-    codes = []
-    for stage in cfg.training().stages():
-        print(stage.in_words(), flush=True)
-        settings = stage.of_its_steps()
-        own = {spec.name: getattr(settings, spec.name) for spec in dataclasses.fields(settings)}
-        result, code = predicted(dataclasses.replace(cfg, **own))
-        results.append(result)
-        codes.append(code)
-    if cfg.json:
-        door.write_json(cfg.json, results)
-    return max(codes)
-
-
 def predict(cfg: ProfileConfig) -> int:
-    """Predict the step, and write the results if a file is named."""
-    result, code = predicted(cfg)
-    if cfg.json:
-        door.write_json(cfg.json, result)
-    return code
-
-
-def predicted(cfg: ProfileConfig) -> tuple[dict, int]:
-    """Simulate the step, print its tables, write its page if one is named, and return the results
-    for a JSON file and the exit code.
-    """
+    """Simulate the step, print its tables, and write what is asked for; the exit code."""
     target = "cpu" if cfg.device == "cpu" else "cuda"
     check_measure(cfg, target)
     on = cfg.card() if cfg.has_card else None
@@ -327,8 +298,9 @@ def predicted(cfg: ProfileConfig) -> tuple[dict, int]:
 
     found = profile(training, cfg.nproc, target, cfg.full or cfg.measure)
     demand = Demand.of(found.trace, cfg.nproc) if target == "cuda" else None
-    print(report.table(found, training, cfg.nproc, demand))
-    print(f"time: {report.run_time(cfg.training(), cfg.nproc, demand)}")
+    tables = report.table(found, training, cfg.nproc, demand)
+    tables += f"\ntime: {report.run_time(cfg.training(), cfg.nproc, demand)}"
+    print(tables)
     result = report.machine_readable(found, training, cfg.nproc, demand)
 
     if cfg.measure and target == "cuda":
@@ -339,33 +311,33 @@ def predicted(cfg: ProfileConfig) -> tuple[dict, int]:
         print(reconcile.table(found, result["measured"], demand))
 
     if cfg.html:
-        write_page(cfg, found, demand)
+        write_page(cfg, found, demand, tables)
     if cfg.snapshot and not cfg.measure:
         write_snapshot(cfg.snapshot, found.trace)
-    if on is None:
-        return result, 0
-    placement = demand.placement(int(on.gib * GIB))
-    say(f"on {on.name} ({on.gib:g} GiB): {placement}")
-    result |= {"card": on.name, "placement": placement}
-    verdict = Verdict.NOTHING if placement == Placement.TOO_SMALL else Verdict.FITS
-    return result, verdict.exit_code
+    verdict = Verdict.FITS
+    if on is not None:
+        placement = demand.placement(int(on.gib * GIB))
+        say(f"on {on.name} ({on.gib:g} GiB): {placement}")
+        result |= {"card": on.name, "placement": placement}
+        if placement == Placement.TOO_SMALL:
+            verdict = Verdict.NOTHING
+    if cfg.json:
+        door.write_json(cfg.json, result)
+    return verdict.exit_code
 
 
-def write_page(cfg: ProfileConfig, found: Profile, demand: Demand | None):
+def write_page(
+    cfg: ProfileConfig,
+    found: Profile,
+    demand: Demand | None,
+    tables: str,
+):
     """The step as an HTML page: its timeline, and what is printed."""
-    training = cfg.training()
-    device = "cuda" if demand else "cpu"
-    step = longest_step(training, training.model(), cfg.nproc, device)
-    timeout = shutdown_timeout(training, cfg.nproc, step)
-    world = dist.World(size=cfg.nproc, local_size=cfg.nproc)
-    rows = [
-        report.table(found, training, cfg.nproc, demand),
-        f"time: {report.run_time(training, cfg.nproc, demand)}",
-        f"command: {command(training, world, timeout)}",
-    ]
+    shell = solver.Run(cfg.training(), cfg.nproc).command(Placement.FITS)
     title = f"{cfg.model_size}, {cfg.batch_size} x {cfg.row_tokens:,} tokens"
     replays = (demand.classic, demand.expandable) if demand else None
-    page.write(cfg.html, page.page(found.trace, title, "\n".join(rows), replays))
+    rows = f"{tables}\ncommand: {shell}"
+    page.write(cfg.html, page.page(found.trace, title, rows, replays))
 
 
 def check_measure(cfg: ProfileConfig, target: str):

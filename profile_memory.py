@@ -246,7 +246,7 @@ def main(args: list[str] | None = None) -> int:
         check_question(cfg)
         with door.apart_from_json(cfg.json):
             return answer(cfg)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # an OSError names the file that cannot be written
         print(f"profile_memory.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 

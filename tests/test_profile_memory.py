@@ -65,7 +65,7 @@ def test_measure_runs_the_step_on_this_machine_and_agrees(capsys):
         (["--advise", "--gpu", "RTX 9"], "choose one of RTX 3060"),
         (["--advise"], "give one of them"),
         (["--advise", "--vram", "8", "--nproc", "2"], "--solve world_size"),
-        ([*SMALL, "--json", "/nowhere/x.json"], "cannot be written"),
+        ([*SMALL, "--json", "/nowhere/x.json"], "No such file or directory: '/nowhere/x.json'"),
         (["--context_length", "99999999999999"], "give a shorter context"),
         (["--gpus", "-1"], "--gpus -1 is out of range"),
     ],

@@ -14,6 +14,7 @@ from longhaul.memory.search import AS_ASKED, Found, Lever, Search, Verdict, pull
 from longhaul.posttrain.config import IntuitorConfig
 
 CFG = TrainConfig(model_size="0.6B", context_length=65536, batch_size=4, loss="standard")
+SHALLOW = dataclasses.replace(CFG, model_overrides=("num_layers=2",))
 RUNGS = [
     "as asked",
     "chunked loss",
@@ -41,7 +42,7 @@ def names(cfg: TrainConfig) -> list[str]:
 
 
 def planned(available: float) -> plan.Plan:
-    return plan.plan(CFG, CFG.model(), World(), torch.device("cuda"), available)
+    return plan.plan(SHALLOW, SHALLOW.model(), World(), torch.device("cuda"), available)
 
 
 def test_the_exit_code_of_a_verdict_is_0_2_or_3():
@@ -111,7 +112,7 @@ def test_a_lever_that_other_settings_exclude_gives_no_rung():
     ids=str,
 )
 def test_proposals_leave_out_what_other_settings_exclude(changes, ranks):
-    cfg = TrainConfig(context_length=65536, **changes)
+    cfg = TrainConfig(model_size="0.6B", context_length=65536, **changes)
     world = World(size=ranks, local_size=ranks)
     request = plan.plan(cfg, cfg.model(), world, torch.device("cuda"), 6.0)
     nearest = fit.closest(request)
@@ -180,7 +181,7 @@ def needed(cfg: TrainConfig) -> float:
 
 
 def test_the_first_rung_that_fits_is_chosen():
-    sizes = [needed(request) for _, request in ladder(CFG)]
+    sizes = [needed(request) for _, request in ladder(SHALLOW)]
     assert fit.fitted(planned(sizes[0])) == fit.Fit(Verdict.FITS, planned(sizes[0]))
 
     found = fit.fitted(planned(sizes[2]))

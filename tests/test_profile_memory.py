@@ -20,6 +20,7 @@ from model import GIB
 from tests.tiers import slow
 
 SMALL = ["--model_size", "tiny", "--context_length", "512"]
+ONE_LAYER = ["--model_overrides", "num_layers=1"]
 ANALYSIS = ["--task", "analysis", "--dtype", "float32", "--model_size", "1.7B"]
 
 
@@ -208,12 +209,12 @@ def test_the_longest_context_fills_the_device_or_the_next_does_not_fit(attention
     "args, code, words",
     [
         (
-            ["--gpu", "RTX 4090", "--model_size", "0.6B", "--context_length", "16384"],
+            ["--vram", "9", "--model_size", "4B", "--context_length", "16384", *ONE_LAYER],
             2,
             "run: python train.py",
         ),
         (["--gpu", "H200", "--model_size", "tiny"], 0, "verdict: fits\n"),
-        (["--vram", "0.4", "--model_size", "8B"], 3, "verdict: does not fit\n"),
+        (["--vram", "0.4", "--model_size", "8B", *ONE_LAYER], 3, "verdict: does not fit\n"),
         slow(["--gpu", "RTX 3060 Ti", *ANALYSIS], 2, "bf16 instead of fp32"),
     ],
 )

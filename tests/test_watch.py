@@ -149,7 +149,12 @@ def test_another_error_is_not_taken_for_missing_memory():
 
 def test_fit_auto_pulls_levers_and_leaves_model_context_and_batch(capsys):
     cfg = TrainConfig(
-        model_size="tiny", context_length=8192, batch_size=4, device="cpu", fit="auto"
+        model_size="tiny",
+        model_overrides=("num_layers=2",),
+        context_length=8192,
+        batch_size=4,
+        device="cpu",
+        fit="auto",
     )
     asked = planner.plan(cfg, cfg.model(), dist.World(), torch.device("cpu"))
     checkpointed = fit.checkpointing(cfg)

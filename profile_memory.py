@@ -31,7 +31,7 @@ from longhaul.memory import solve as solver
 from longhaul.memory.analysis import Analysed
 from longhaul.memory.deep import Profile, profile
 from longhaul.memory.needs import largest
-from longhaul.memory.plan import host_available_bytes
+from longhaul.memory.plan import host_available_bytes, on_ranks
 from longhaul.memory.search import Verdict, note_on_size
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul.run import start
@@ -333,7 +333,7 @@ def write_page(
     tables: str,
 ):
     """The step as an HTML page: its timeline, and what is printed."""
-    shell = solver.Run(cfg.training(), cfg.nproc).command(Placement.FITS)
+    shell = on_ranks(cfg.training(), cfg.nproc).command()
     title = f"{cfg.model_size}, {cfg.batch_size} x {cfg.row_tokens:,} tokens"
     replays = (demand.classic, demand.expandable) if demand else None
     rows = f"{tables}\ncommand: {shell}"
@@ -394,7 +394,7 @@ def give_advice(cfg: ProfileConfig) -> int:
     if isinstance(cfg, ProfileAnalysis):
         asked = cfg.analysed()
     else:
-        asked = solver.Run(cfg.training(), cfg.gpus or 1)
+        asked = on_ranks(cfg.training(), cfg.gpus or 1)
     found = advise.advise(cfg.task, asked, cfg.card(), host_available_bytes() / GIB, say)
 
     say(found.text())

@@ -15,6 +15,7 @@ from longhaul.config import TrainConfig
 from longhaul.memory import solve
 from longhaul.memory.deep import profile
 from longhaul.memory.needs import demand
+from longhaul.memory.plan import on_ranks
 from longhaul.memory.search import Verdict
 from model import GIB
 from tests.tiers import slow
@@ -161,7 +162,7 @@ def test_the_number_of_gpus_follows_from_the_ranks(capsys):
 def test_a_changed_setting_is_named_with_its_value_also_if_the_value_stands_elsewhere():
     asked = TrainConfig(model_size="tiny", batch_size=4)
     changed = dataclasses.replace(asked, batch_size=1, gradient_accumulation_steps=4)
-    words = solve._with_levers(solve.Run(changed, 8), asked)
+    words = solve._with_levers(on_ranks(changed, 8), asked)
     assert words == "with --batch_size 1 --gradient_accumulation_steps 4, 8 rank(s) are enough"
 
 

@@ -11,7 +11,7 @@ import torch
 import profile_memory
 from data.prompts import Prompt
 from footprint.allocator import replay
-from footprint.device import CUBLAS_OF_HOPPER, Demand, Placement
+from footprint.device import CUBLAS_OF_HOPPER, Demand
 from footprint.measure import peak_bytes
 from footprint.trace import Trace
 from footprint.tracker import Tracker
@@ -289,7 +289,7 @@ def test_what_a_long_soft_response_reserves_is_that_of_all_its_tokens():
     ],
 )
 def test_advice_is_a_command_with_the_flags_of_its_program(task, cfg):
-    found = solve.Run(cfg).command(Placement.FITS)
+    found = planner.on_ranks(cfg).command()
     before, words = found.split(f" -m scripts.{task} ")
     assert before == "python"
     assert cli.parse(type(cfg), shlex.split(words)) == cfg

@@ -12,7 +12,6 @@ import functools
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -117,11 +116,6 @@ class Analysed:
     checkpoint: str = ""
     data: str = ""
     device: str = "cuda"
-    ranks: ClassVar[int] = 1
-
-    @property
-    def dtype(self) -> str:
-        return self.config.compute_dtype
 
     def words(self) -> str:
         """What is analysed, in words."""
@@ -159,7 +153,7 @@ class Analysed:
         words += [
             f"--context_length {self.context_length}",
             f"--batch_size {self.batch_size}",
-            f"--dtype {self.dtype}",
+            f"--dtype {self.config.compute_dtype}",
             f"--device {self.device}",
         ]
         for spec in dataclasses.fields(self.measures):

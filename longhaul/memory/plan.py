@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 
 from data.progress import duration
-from footprint.device import beyond_the_allocator
+from footprint.device import EXPANDABLE_SEGMENTS, Placement, beyond_the_allocator
 from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.dist import World, check_replicas
@@ -41,7 +41,7 @@ class Plan:
     config: ModelConfig
     world: World
     device: torch.device
-    available_gib: float  # for one rank
+    available_gib: float = math.inf  # for one rank
     sharing: str = ""  # how many ranks share each row, and why; empty if each has its own rows
     # of a length schedule, of which this plan is the one that needs most; empty without one
     stages: tuple["Plan", ...] = ()
@@ -150,6 +150,28 @@ class Plan:
     def shutdown_timeout(self) -> int:
         """Seconds that torchrun must wait at the end of this run; 0: those that it waits anyway."""
         return shutdown_timeout(self.cfg, self.world.size, self.longest_step)
+
+    def change(self, **settings) -> "Plan":
+        """The same on as many GPUs, which are not here, with other settings."""
+        return on_ranks(dataclasses.replace(self.asked, **settings), self.world.size)
+
+    def words(self) -> str:
+        """The request in words."""
+        return (
+            f"{self.cfg.model_size} ({self.config.num_params():,} parameters), "
+            f"{self.cfg.batch_size} x {self.cfg.row_tokens:,} tokens, {self.cfg.dtype}"
+        )
+
+    def breakdown(self) -> dict[str, int]:
+        """What the peak is made of; the sum is the live peak."""
+        found = self.needs
+        name = found.peak_stage
+        return {"parameters and optimizer": found.static, name: found.peak - found.static}
+
+    def command(self, placement: Placement = Placement.FITS) -> str:
+        """What trains the request, with the segments that it needs to fit."""
+        line = command(self.asked, self.world, self.shutdown_timeout)
+        return EXPANDABLE_SEGMENTS + line if placement is Placement.EXPANDABLE else line
 
     def costs(self) -> str:
         """What a step and the whole run take, in words."""
@@ -289,6 +311,13 @@ def host_available_bytes() -> int:
 
 
 # ---- the plan
+
+
+def on_ranks(cfg: TrainConfig, ranks: int = 1) -> Plan:
+    """A request on so many GPUs that are not here, or on so many ranks of a CPU."""
+    world = World(size=ranks, local_size=ranks)
+    device = torch.device("cpu" if cfg.device == "cpu" else "cuda")
+    return Plan(cfg, cfg, cfg.model(), world, device)
 
 
 def plan(

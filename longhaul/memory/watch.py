@@ -149,7 +149,7 @@ def report(plan: planner.Plan, watch: Watch, error: BaseException) -> str:
     else:
         words = f"{nearest.needed_gib:.2f} GiB planned, {nearest.costs()}"
         rows.append(f"smallest change that fits ({words}):")
-        rows.append(planner.command(nearest.asked, plan.world, nearest.shutdown_timeout))
+        rows.append(nearest.command())
     return "\n".join(rows)
 
 

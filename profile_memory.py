@@ -67,9 +67,6 @@ class Profiler(door.CardFlags):
         at_most=MOST_RANKS,
         group="profiler",
     )
-    full: bool = flag(
-        False, "simulate every layer instead of extending five layers to all", group="profiler"
-    )
     measure: bool = flag(
         False,
         "also run two real steps on this machine (with --device cuda: on its GPU) and compare",
@@ -296,7 +293,7 @@ def predict(cfg: ProfileConfig) -> int:
         kind = "of the indexer's dense warm-up" if training.dense_steps else "behind the warm-up"
         print(f"of two kinds of step the larger one, {kind}:")
 
-    found = profile(training, cfg.nproc, target, cfg.full or cfg.measure)
+    found = profile(training, cfg.nproc, target, full=cfg.measure)
     demand = Demand.of(found.trace, cfg.nproc) if target == "cuda" else None
     tables = report.table(found, training, cfg.nproc, demand)
     tables += f"\ntime: {report.run_time(cfg.training(), cfg.nproc, demand)}"

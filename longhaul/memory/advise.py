@@ -128,17 +128,13 @@ class Advice:
 
     def as_json(self) -> dict:
         """Plain values; sizes in bytes."""
-        steps = []
-        for one in self.tried:
-            found = one.found
-            steps.append({"change": one.name, "live_bytes": found.live, "verdict": found.placement})
         return {
             "task": self.task,
             "gpu": dataclasses.asdict(self.card),
             "code": self.verdict.exit_code,
             "breakdown": self.breakdown,
             "command": self.command,
-            "steps": steps,
+            "tried": [one.as_json() for one in self.tried],
             "notes": self.notes,
         }
 

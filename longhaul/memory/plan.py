@@ -339,7 +339,7 @@ def plan(
         return _worst_stage(cfg, world, device, available)
 
     candidates = []
-    for size in _ranks_per_row(cfg, config, world):
+    for size in _ranks_per_row(cfg, world):
         candidates.append(_with_ranks_per_row(size, cfg, config, world, device, available))
     chosen = _fewest_ranks_per_row(candidates)
 
@@ -375,22 +375,23 @@ def _check_precision(cfg: TrainConfig, config: ModelConfig):
         )
 
 
-def _ranks_per_row(cfg: TrainConfig, config: ModelConfig, world: World) -> list[int]:
+def _ranks_per_row(cfg: TrainConfig, world: World) -> list[int]:
     """Numbers of ranks that may share a row, ascending; only one number if the user gave it."""
     if cfg.context_parallel_size:
         return [cfg.context_parallel_size]
+    ranks = world.size // cfg.dp_replicate
+    sizes = sizes_that_share(cfg, cfg.context_length, ranks)
+    return [size for size in sizes if ranks % size == 0 and _allowed(cfg, size)]
+
+
+def sizes_that_share(cfg: TrainConfig, tokens: int, ranks: int) -> list[int]:
+    """How many of the ranks may share a row of so many tokens."""
     if isinstance(cfg, PolicyConfig):
         return [1]
-
-    ranks = world.size // cfg.dp_replicate
-    sizes = context.allowed_sizes(
-        cfg.context_parallel_mode,
-        unfit_exchanges(config.attention.name),
-        config.num_kv_heads,
-        cfg.context_length,
-        ranks,
-    )
-    return [size for size in sizes if ranks % size == 0 and _allowed(cfg, size)]
+    config = cfg.model()
+    unfit = unfit_exchanges(config.attention.name)
+    mode = cfg.context_parallel_mode
+    return context.allowed_sizes(mode, unfit, config.num_kv_heads, tokens, ranks)
 
 
 def _allowed(cfg: TrainConfig, size: int) -> bool:

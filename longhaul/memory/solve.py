@@ -14,10 +14,10 @@ import functools
 from dataclasses import dataclass
 
 from longhaul.config import TrainConfig
-from longhaul.kinds import attention_kind, unfit_exchanges
+from longhaul.kinds import attention_kind
 from longhaul.memory import fit
 from longhaul.memory.needs import PROCESS_GIB, demand
-from longhaul.memory.plan import Plan, flag_of, on_ranks
+from longhaul.memory.plan import Plan, on_ranks, sizes_that_share
 from longhaul.memory.search import (
     AS_ASKED,
     Bounds,
@@ -32,7 +32,6 @@ from longhaul.memory.search import (
     verdict,
 )
 from longhaul.memory.simulate import MOST_TOKENS
-from longhaul.parallel.context import allowed_sizes
 from longhaul.posttrain.config import PolicyConfig
 from model import GIB
 
@@ -121,7 +120,7 @@ def wider(run: Plan, gpus: int) -> list[tuple[str, Plan]]:
     found = []
     for ranks in numbers[1:]:
         found.append((f"every lever, {ranks} ranks", on_ranks(cfg, ranks)))
-        if _may_share_rows(cfg, ranks):
+        if ranks in sizes_that_share(cfg, cfg.context_length, ranks):
             found.append((f"every lever, {ranks} ranks that share rows", sharing(cfg, ranks)))
 
     cheaper = attention_kind(cfg).cheaper
@@ -138,26 +137,6 @@ def sharing(cfg: TrainConfig, ranks: int) -> Plan:
     """All ranks share each row."""
     shared = dataclasses.replace(cfg, context_parallel_size=ranks, attention_head_groups=1)
     return on_ranks(shared, ranks)
-
-
-def _may_share_rows(cfg: TrainConfig, ranks: int) -> bool:
-    if isinstance(cfg, PolicyConfig):
-        return False
-    sizes = allowed_sizes(
-        cfg.context_parallel_mode,
-        unfit_exchanges(cfg.attention_type),
-        cfg.model().num_kv_heads,
-        cfg.context_length,
-        ranks,
-    )
-    return ranks in sizes
-
-
-def _may_share_any_row(cfg: TrainConfig, ranks: int) -> bool:
-    """Whether a row of any multiple of 1,024 tokens may be shared."""
-    if isinstance(cfg, PolicyConfig):
-        return False
-    return _may_share_rows(dataclasses.replace(cfg, context_length=UNIT), ranks)
 
 
 def worlds(cfg: TrainConfig, gpus: int) -> list[int]:
@@ -218,24 +197,14 @@ def _by_ranks(search: Search, asked: Plan, gpus: int) -> Tried | None:
             cfg = best.request.cfg
             fewer = [number for number in numbers if number < ranks]
             best = search.first(_on_each(cfg, fewer)) or best
-            words = _with_levers(best.request, asked.cfg)
-            search.say(f"as asked, {gpus} GPU(s) are too few; {words}")
+            enough = f"with the settings below {best.request.world.size} are enough"
+            search.say(f"as asked, {gpus} GPU(s) are too few; {enough}")
             return best
     return None
 
 
 def _on_each(cfg: TrainConfig, numbers: list[int]) -> list[tuple[str, Plan]]:
     return [(f"{ranks} rank(s)", on_ranks(cfg, ranks)) for ranks in numbers]
-
-
-def _with_levers(best: Plan, asked: TrainConfig) -> str:
-    """The settings that a run changes, and its ranks."""
-    changed = []
-    for spec in dataclasses.fields(asked):
-        value = getattr(best.cfg, spec.name)
-        if value != getattr(asked, spec.name):
-            changed.append(flag_of(spec, value))
-    return f"with {' '.join(changed)}, {best.world.size} rank(s) are enough"
 
 
 # ---- the longest context
@@ -254,7 +223,7 @@ def _by_context(search: Search, asked: Plan, gpus: int) -> Tried | None:
         propose(plain, search.say)
 
     every = with_every_lever(on_ranks(asked.cfg, most))
-    if most > 1 and _may_share_any_row(every.cfg, most):
+    if most > 1 and most in sizes_that_share(every.cfg, UNIT, most):
         every = sharing(every.cfg, most)
     reached = plain.request.cfg.context_length if plain else 0
     best = longest(search, "every lever", every, LONGER * reached)

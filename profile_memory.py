@@ -27,14 +27,13 @@ from longhaul.analysis.config import Measures
 from longhaul.checkpoint import start
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
-from longhaul.flops import longest_step
 from longhaul.memory import advise, analysis, door, reconcile, report
 from longhaul.memory import solve as solver
 from longhaul.memory.analysis import Analysed
 from longhaul.memory.deep import Profile, profile
-from longhaul.memory.needs import kinds_in_words, largest
-from longhaul.memory.plan import command, host_available_bytes, shutdown_timeout
-from longhaul.memory.search import Verdict, note_on_size, verdict
+from longhaul.memory.needs import largest
+from longhaul.memory.plan import host_available_bytes, on_ranks
+from longhaul.memory.search import Verdict, note_on_size
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from model import GIB, ModelConfig
 
@@ -67,9 +66,6 @@ class Profiler(door.CardFlags):
         at_least=1,
         at_most=MOST_RANKS,
         group="profiler",
-    )
-    full: bool = flag(
-        False, "simulate every layer instead of extending five layers to all", group="profiler"
     )
     measure: bool = flag(
         False,
@@ -199,6 +195,10 @@ class ProfileAnalysis(Profiler, Measures, TrainConfig):
                     f"--{name} is about training; the report of an analysis has what was measured "
                     f"next to what was planned: drop --{name}"
                 )
+        if self.solve != "none":
+            raise ValueError(
+                "--solve is about training: --advise finds what an analysis can change"
+            )
         if self.nproc > 1 or self.gpus > 1:
             raise ValueError("one process analyses a model: drop --nproc and --gpus")
 
@@ -243,7 +243,7 @@ def main(args: list[str] | None = None) -> int:
         check_question(cfg)
         with door.apart_from_json(cfg.json):
             return answer(cfg)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # an OSError names the file that cannot be written
         print(f"profile_memory.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
@@ -253,12 +253,10 @@ def answer(cfg: Profiler) -> int:
     note = note_on_size(cfg.gpu_memory_gib)
     if note:
         say(note)
-    if cfg.length_schedule:
-        return predict_stages(cfg)
     if cfg.advise:
         return give_advice(cfg)
     if isinstance(cfg, ProfileAnalysis):
-        return plan_analysis(cfg) if cfg.solve == "none" else solve_analysis(cfg)
+        return plan_analysis(cfg)
     if cfg.solve != "none":
         return solve(cfg)
     return predict(cfg)
@@ -270,6 +268,11 @@ def check_question(cfg: Profiler):
         raise ValueError("--json has no results of --solve: drop --json")
     if cfg.gpus and not cfg.searches:
         raise ValueError("--gpus is for --solve and --advise: give --nproc for a number of ranks")
+    if cfg.length_schedule:
+        raise ValueError(
+            "--length_schedule: one length is predicted: give --context_length, or plan every "
+            f"stage by `python {cfg.PROGRAM} --plan`"
+        )
     if cfg.device == "cpu" and cfg.has_card and not cfg.searches:
         raise ValueError("--gpu and --vram say what a GPU holds: drop them, or --device cpu")
     if cfg.device == "cpu" and cfg.searches:
@@ -279,51 +282,22 @@ def check_question(cfg: Profiler):
         )
 
 
-def predict_stages(cfg: ProfileConfig) -> int:
-    """Predict every stage of a length schedule; a JSON file has a list with one result of each."""
-    for name in ("solve", "advise", "html", "snapshot"):
-        if name in cfg.changed_settings():
-            raise ValueError(
-                f"--{name} is about one length: drop --length_schedule, and give --context_length"
-            )
-    results = []
-    codes = []
-    for stage in cfg.training().stages():
-        print(stage.in_words(), flush=True)
-        settings = stage.of_its_steps()
-        own = {spec.name: getattr(settings, spec.name) for spec in dataclasses.fields(settings)}
-        result, code = predicted(dataclasses.replace(cfg, **own))
-        results.append(result)
-        codes.append(code)
-    if cfg.json:
-        door.write_json(cfg.json, results)
-    return max(codes)
-
-
 def predict(cfg: ProfileConfig) -> int:
-    """Predict the step, and write the results if a file is named."""
-    result, code = predicted(cfg)
-    if cfg.json:
-        door.write_json(cfg.json, result)
-    return code
-
-
-def predicted(cfg: ProfileConfig) -> tuple[dict, int]:
-    """Simulate the step, print its tables, write its page if one is named, and return the results
-    for a JSON file and the exit code.
-    """
+    """Simulate the step, print its tables, and write what is asked for; the exit code."""
     target = "cpu" if cfg.device == "cpu" else "cuda"
     check_measure(cfg, target)
     on = cfg.card() if cfg.has_card else None
     training = largest(cfg.training(), cfg.nproc)
 
     if cfg.dense_steps:
-        print(kinds_in_words(cfg.training(), cfg.nproc))
+        kind = "of the indexer's dense warm-up" if training.dense_steps else "behind the warm-up"
+        print(f"of two kinds of step the larger one, {kind}:")
 
-    found = profile(training, cfg.nproc, target, cfg.full or cfg.measure)
+    found = profile(training, cfg.nproc, target, full=cfg.measure)
     demand = Demand.of(found.trace, cfg.nproc) if target == "cuda" else None
-    print(report.table(found, training, cfg.nproc, demand))
-    print(f"time: {report.run_time(cfg.training(), cfg.nproc, demand)}")
+    tables = report.table(found, training, cfg.nproc, demand)
+    tables += f"\ntime: {report.run_time(cfg.training(), cfg.nproc, demand)}"
+    print(tables)
     result = report.machine_readable(found, training, cfg.nproc, demand)
 
     if cfg.measure and target == "cuda":
@@ -334,33 +308,33 @@ def predicted(cfg: ProfileConfig) -> tuple[dict, int]:
         print(reconcile.table(found, result["measured"], demand))
 
     if cfg.html:
-        write_page(cfg, found, demand)
+        write_page(cfg, found, demand, tables)
     if cfg.snapshot and not cfg.measure:
         write_snapshot(cfg.snapshot, found.trace)
-    if on is None:
-        return result, 0
-    placement = demand.placement(int(on.gib * GIB))
-    say(f"on {on.name} ({on.gib:g} GiB): {placement}")
-    result |= {"card": on.name, "placement": placement}
-    verdict = Verdict.NOTHING if placement == Placement.TOO_SMALL else Verdict.FITS
-    return result, verdict.exit_code
+    verdict = Verdict.FITS
+    if on is not None:
+        placement = demand.placement(int(on.gib * GIB))
+        say(f"on {on.name} ({on.gib:g} GiB): {placement}")
+        result |= {"card": on.name, "placement": placement}
+        if placement == Placement.TOO_SMALL:
+            verdict = Verdict.NOTHING
+    if cfg.json:
+        door.write_json(cfg.json, result)
+    return verdict.exit_code
 
 
-def write_page(cfg: ProfileConfig, found: Profile, demand: Demand | None):
+def write_page(
+    cfg: ProfileConfig,
+    found: Profile,
+    demand: Demand | None,
+    tables: str,
+):
     """The step as an HTML page: its timeline, and what is printed."""
-    training = cfg.training()
-    device = "cuda" if demand else "cpu"
-    step = longest_step(training, training.model(), cfg.nproc, device)
-    timeout = shutdown_timeout(training, cfg.nproc, step)
-    world = dist.World(size=cfg.nproc, local_size=cfg.nproc)
-    rows = [
-        report.table(found, training, cfg.nproc, demand),
-        f"time: {report.run_time(training, cfg.nproc, demand)}",
-        f"command: {command(training, world, timeout)}",
-    ]
+    shell = on_ranks(cfg.training(), cfg.nproc).command()
     title = f"{cfg.model_size}, {cfg.batch_size} x {cfg.row_tokens:,} tokens"
     replays = (demand.classic, demand.expandable) if demand else None
-    page.write(cfg.html, page.page(found.trace, title, "\n".join(rows), replays))
+    rows = f"{tables}\ncommand: {shell}"
+    page.write(cfg.html, page.page(found.trace, title, rows, replays))
 
 
 def check_measure(cfg: ProfileConfig, target: str):
@@ -389,26 +363,8 @@ def plan_analysis(cfg: ProfileAnalysis) -> int:
         door.write_json(cfg.json, {"peaks": plan.peaks, "device_gib": plan.gib})
     if not cfg.has_card or plan.gib <= cfg.card().gib:
         return 0
-    say(f"{cfg.card().name} ({cfg.card().gib:g} GiB) is too small: --solve levers finds what fits")
+    say(f"{cfg.card().name} ({cfg.card().gib:g} GiB) is too small: --advise finds what fits")
     return Verdict.NOTHING.exit_code
-
-
-def solve_analysis(cfg: ProfileAnalysis) -> int:
-    """Find the layers and the batch of an analysis, or its context, that a card holds."""
-    if cfg.solve == "world_size":
-        raise ValueError("one process analyses a model: use --solve levers or --solve context")
-    asked = cfg.analysed()
-    search = analysis.searched(cfg.card().gib, say)
-    say(search.head())
-    if cfg.solve == "context":
-        best = analysis.by_context(search, asked)
-    else:
-        best = search.climb(asked, list(advise.ladder(asked, None))).best
-    if best is None or not best.fits:
-        say("nothing fits")
-        return Verdict.NOTHING.exit_code
-    say(best.request.command())
-    return verdict(best, best.request == asked).exit_code
 
 
 def solve(cfg: ProfileConfig) -> int:
@@ -435,7 +391,7 @@ def give_advice(cfg: ProfileConfig) -> int:
     if isinstance(cfg, ProfileAnalysis):
         asked = cfg.analysed()
     else:
-        asked = solver.Run(cfg.training(), cfg.gpus or 1)
+        asked = on_ranks(cfg.training(), cfg.gpus or 1)
     found = advise.advise(cfg.task, asked, cfg.card(), host_available_bytes() / GIB, say)
 
     say(found.text())

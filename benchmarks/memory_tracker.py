@@ -19,9 +19,9 @@ from footprint.tracker import Tracker
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.dist import World
+from longhaul.memory.batches import fake_batch
 from longhaul.memory.deep import profile
 from longhaul.memory.platforms import predicting
-from longhaul.memory.simulate import fake_batch
 from model import GIB
 
 TOLERANCE = 0.02  # of the peak: MemTracker rounds to 512 bytes and cannot add gradients in place

@@ -7,7 +7,6 @@ import re
 import pytest
 
 import profile_memory
-from tests.tiers import slow
 
 ANALYSIS = [
     "--advise",
@@ -24,33 +23,42 @@ ANALYSIS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "card, code, change",
-    [
-        # what is instead of fp32 is simulated too, 7 CPU-seconds for each precision
-        slow(["--gpu", "RTX 3080"], 2, "bf16 instead of fp32"),
-        slow(["--vram", "8", "--cc", "70"], 2, "fp16 instead of fp32"),
-        (["--gpu", "RTX 3090"], 0, ""),
-        slow(["--gpu", "V100 16GB"], 0, ""),
-        slow(["--vram", "2"], 3, ""),
-    ],
-    ids=str,
-)
-def test_each_card_gets_its_precision(card, code, change, capsys, monkeypatch):
+def advised(words: list[str], capsys) -> tuple[int, str]:
+    code = profile_memory.main([*ANALYSIS, *words])
+    return code, capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def without_host_memory(monkeypatch):
     monkeypatch.setattr(profile_memory, "host_available_bytes", lambda: 1)
-    assert profile_memory.main([*ANALYSIS, "--batch_size", "20", *card]) == code
-    printed = capsys.readouterr().out
-    assert change in printed
-    assert ("instead of fp32" in printed) == (code > 0)
-    # the table of docs/LAB.md
-    assert re.search(r"as asked +8\.85 ", printed)
-    if code == 2:
-        assert re.search(rf"{change} +4\.71 +\d+\.\d\d  fits", printed)
 
 
 @pytest.mark.slow
-def test_advice_for_training_climbs_to_the_host(capsys, monkeypatch):
-    monkeypatch.setattr(profile_memory, "host_available_bytes", lambda: 1)
+def test_each_card_gets_its_precision(capsys):
+    """The figures of docs/LAB.md; one test, because what was simulated is remembered."""
+    for card in (["--gpu", "RTX 3090"], ["--gpu", "V100 16GB"]):
+        code, printed = advised(["--batch_size", "20", *card], capsys)
+        assert code == 0 and "instead of fp32" not in printed
+        assert re.search(r"as asked +8\.85 ", printed)
+
+    cards = {"bf16": ["--gpu", "RTX 3080"], "fp16": ["--vram", "8", "--cc", "70"]}
+    for precision, card in cards.items():
+        code, printed = advised(["--batch_size", "20", *card], capsys)
+        assert code == 2
+        change = f"{precision} instead of fp32"
+        assert re.search(rf"{change} +4\.71 +\d+\.\d\d  fits", printed)
+
+
+def test_a_card_that_holds_it_gets_no_change_and_one_that_holds_nothing_all(capsys):
+    few = ["--skip_sae", "--skip_patching", "--layers", "0", "--batch_size", "2"]
+    code, printed = advised([*few, "--gpu", "RTX 3090"], capsys)
+    assert code == 0 and "instead of fp32" not in printed
+    code, printed = advised([*few, "--vram", "2"], capsys)
+    assert code == 3 and "bf16 instead of fp32" in printed and "+ the CPU" in printed
+
+
+@pytest.mark.slow
+def test_advice_for_training_climbs_to_the_host(capsys):
     args = ["--advise", "--gpu", "RTX 4090", "--model_size", "1.7B", "--context_length", "32768"]
     assert profile_memory.main(args) == 2
     printed = capsys.readouterr().out

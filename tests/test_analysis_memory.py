@@ -1,7 +1,6 @@
 """Planned peaks of an analysis against real parts under the tracker, and what is said of them."""
 
 import dataclasses
-import functools
 import re
 import shlex
 
@@ -211,9 +210,8 @@ def test_the_plan_has_a_line_for_each_part(capsys, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["--advise --vram 0.7", "--solve levers --vram 80"])
-def test_the_command_of_a_comparison_is_one_that_the_program_takes(more, capsys):
-    words = f"{SMALL} --skip_patching --layers 0 --compare float32,bfloat16 {more}"
+def test_the_command_of_a_comparison_is_one_that_the_program_takes(capsys):
+    words = f"{SMALL} --skip_patching --layers 0 --compare float32,bfloat16 --advise --vram 0.7"
     profile_memory.main(words.split())
     text = capsys.readouterr().out
     assert "instead of fp32" not in text and "bfloat16 " not in text.replace(",bfloat16", "")
@@ -222,46 +220,11 @@ def test_the_command_of_a_comparison_is_one_that_the_program_takes(more, capsys)
     assert found.dtype == "float32" and found.precisions() == ("float32", "bfloat16")
 
 
-@pytest.mark.slow
-def test_solve_names_the_layers_and_the_batch(capsys):
-    what = analysis.Analysed(
-        ModelConfig.preset("tiny", compute_dtype="float32"), Measures(skip_sae=True), 4, 512
-    )
-    sizes = {
-        rows: analysis.Plan(
-            analysis.peaks(dataclasses.replace(what, batch_size=rows), "cuda"), "cuda"
-        ).gib
-        for rows in (4, 2)
-    }
-    room = (sizes[4] + sizes[2]) / 2
-    words = f"{SMALL} --dtype fp32 --solve levers --vram {room}"
-    text = said(words, capsys, 2)
-    assert re.search(r"as asked +\d\.\d\d +\d\.\d\d  too small", text)
-    assert re.search(r"\+ micro-batches of 2 +\d\.\d\d +\d\.\d\d  fits", text)
-    assert "--batch_size 2" in text.splitlines()[-1]
-    assert said(f"{SMALL} --solve levers --vram 80", capsys)
-    assert said(f"{SMALL} --solve levers --vram 0.6", capsys, 3).endswith("nothing fits\n")
-
-
-@pytest.mark.slow
-def test_solve_finds_the_longest_context(capsys):
-    holds = functools.partial(
-        analysis.Analysed, ModelConfig.preset("tiny"), Measures(skip_sae=True), 1
-    )
-    room = analysis.Plan(analysis.peaks(holds(4096), "cuda"), "cuda").gib
-
-    def longest(gib: float):
-        return analysis.by_context(analysis.searched(gib, lambda line: None), holds(1024))
-
-    assert longest(room + 1e-6).request.context_length == 4096
-    assert longest(0.5) is None
-
-
 @pytest.mark.parametrize(
     "more, message",
     [
         ("--layers 4", "--layers 4 is no layer of the model: choose from 0, 1, 2, 3"),
-        ("--solve world_size", "use --solve levers or --solve context"),
+        ("--solve levers --vram 8", "--advise finds"),
         ("--nproc 2", "one process analyses a model"),
         ("--measure", "the report of an analysis has what was measured"),
         ("--html page.html", "drop --html"),

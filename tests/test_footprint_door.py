@@ -354,8 +354,8 @@ def test_a_search_finds_the_largest_size_in_few_trials(needs, first):
         (["--hf", "x", "--gpu", "H100", "--device", "cpu"], "drop them, or --device cpu"),
         (["--hf", "x", "--answer", "x=3"], "give FILE.py:LINE=VALUE"),
         (["--hf", "x", "--answer", "x.py:3=y z"], "has no value of Python's"),
-        (["--step", "MINE", "--json", "/nowhere/x"], "there is no folder /nowhere"),
-        (["--step", "MINE", "--svg", "/tmp"], "it is a folder"),
+        (["--step", "MINE", "--json", "/nowhere/x"], "No such file or directory: '/nowhere/x'"),
+        (["--step", "MINE", "--svg", "/tmp"], "Is a directory: '/tmp'"),
         (["--hf", "x", "--fsdp", "0"], "--fsdp 0 is out of range"),
     ],
 )

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-import profile_memory
 import train
 from data.loader import Loader
 from data.mixture import Corpus, Fraction, order
@@ -334,14 +333,3 @@ def test_the_stage_that_needs_most_decides():
     assert all(f"stage {number}" in words for number in (1, 2, 3))
     short = planner.plan(cfg, cfg.model(), World(), CPU, available=max(needed) - 1e-3)
     assert not short.fits
-
-
-def test_the_planner_predicts_every_stage(tmp_path, capsys):
-    out = tmp_path / "stages.json"
-    words = (
-        "--model_size tiny --model_overrides num_layers=1 --length_schedule 64:1,128:1 "
-        "--device cpu --dtype fp32 --json"
-    )
-    assert profile_memory.main([*words.split(), str(out)]) == 0
-    assert len(json.loads(out.read_text())) == 2
-    assert "stage 2: context 128, theta 2e+06" in capsys.readouterr().out

@@ -136,7 +136,7 @@ def test_the_ladder_goes_to_its_end_however_ranks_share_rows(mode, ranks, groups
         context_parallel_size=ranks,
         context_parallel_mode=mode,
     )
-    assert solve.with_every_lever(solve.Run(cfg, ranks)).cfg.attention_head_groups == groups
+    assert solve.with_every_lever(planner.on_ranks(cfg, ranks)).cfg.attention_head_groups == groups
 
 
 def test_a_command_for_two_machines_names_both():

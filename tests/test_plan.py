@@ -28,7 +28,7 @@ from longhaul.flops import (
 )
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
-from longhaul.memory.needs import usual
+from longhaul.memory.needs import needs
 from longhaul.run.log import PEAK_FLOPS
 from longhaul.staging import PINNED
 from model import GIB, ModelConfig
@@ -60,7 +60,7 @@ SPARSE = pytest.mark.parametrize("sizes", [(), ("kv=separate",), ("cmp_kind=mean
 
 def peak(**changes) -> float:
     cfg = dataclasses.replace(BIG, **changes)
-    return usual(cfg).peak / GIB
+    return needs(cfg).peak / GIB
 
 
 # ---- bytes
@@ -116,7 +116,7 @@ def test_the_planned_peak_is_what_the_allocator_records(changes):
 
     resident = 3 * 4 * state.model.num_params()
     measured = resident + peak_bytes(lambda: step.train_step(state, batch), CPU)
-    planned = usual(dataclasses.replace(cfg, device="cpu")).peak
+    planned = needs(dataclasses.replace(cfg, device="cpu")).peak
     assert planned == pytest.approx(measured, rel=0.01)
 
 
@@ -304,15 +304,28 @@ def test_cached_files_of_a_cgroup_count_as_available(monkeypatch, tmp_path):
 def test_the_last_lever_allows_one_rank_per_row_and_the_one_before_two(monkeypatch):
     monkeypatch.setattr(planner, "host_available_bytes", lambda: 512 * GIB)
     world = World(size=2, local_size=2)
-    asked = TrainConfig(context_length=131072, context_parallel_mode="ulysses")
+    asked = TrainConfig(
+        model_overrides=("num_layers=4",),
+        context_length=131072,
+        context_parallel_mode="ulysses",
+        gradient_checkpointing="full",
+        mlp_tiles=0,
+        offload_activations=True,
+        offload_optimizer=True,
+    )
 
-    too_small = planner.plan(asked, asked.model(), world, CUDA, available=14.0)
-    assert fit.fitted(too_small).plan is None
-    last = planner.plan(asked, asked.model(), world, CUDA, available=16.5)
-    assert fit.fitted(last).plan.cfg.context_parallel_size == 1
-    # two ranks that share rows reserve 18.21 GiB without head groups
-    enough = planner.plan(asked, asked.model(), world, CUDA, available=18.5)
-    assert fit.fitted(enough).plan.cfg.context_parallel_size == 2
+    def planned(cfg: TrainConfig, available: float) -> planner.Plan:
+        return planner.plan(cfg, cfg.model(), world, CUDA, available)
+
+    def ranks_per_row(available: float) -> int:
+        return fit.fitted(planned(asked, available)).plan.cfg.context_parallel_size
+
+    alone = dataclasses.replace(fit.head_groups(asked), context_parallel_size=1)
+    shared = dataclasses.replace(asked, context_parallel_size=2)
+    least, more = (planned(cfg, 1e6).needed_gib for cfg in (alone, shared))
+    assert fit.fitted(planned(asked, 0.7 * least)).plan is None
+    assert ranks_per_row((least + more) / 2) == 1
+    assert ranks_per_row(more + 0.1) == 2
 
 
 @pytest.mark.slow

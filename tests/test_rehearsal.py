@@ -11,7 +11,7 @@ import torch
 import profile_memory
 from data.prompts import Prompt
 from footprint.allocator import replay
-from footprint.device import CUBLAS_OF_HOPPER, Demand, Placement
+from footprint.device import CUBLAS_OF_HOPPER, Demand
 from footprint.measure import peak_bytes
 from footprint.trace import Trace
 from footprint.tracker import Tracker
@@ -24,6 +24,7 @@ from longhaul.memory.needs import PROCESS_GIB, at_least, demand, needs
 from longhaul.memory.needs import largest as largest_method
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.rehearsal import (
+    Policy,
     Rehearsal,
     rehearsal,
     shortest_micro_batch,
@@ -288,7 +289,7 @@ def test_what_a_long_soft_response_reserves_is_that_of_all_its_tokens():
     ],
 )
 def test_advice_is_a_command_with_the_flags_of_its_program(task, cfg):
-    found = solve.Run(cfg).command(Placement.FITS)
+    found = planner.on_ranks(cfg).command()
     before, words = found.split(f" -m scripts.{task} ")
     assert before == "python"
     assert cli.parse(type(cfg), shlex.split(words)) == cfg
@@ -322,7 +323,7 @@ def test_rotary_tables_are_as_long_as_the_first_step_makes_them():
         made = rehearsal(cfg, ranks=1, every=True)
         made.skeletons(cfg.model(), None)
         state = step.build(cfg, cfg.model(), "cpu")
-        Rehearsal.begin(made, Tracker(), state)
+        Policy.begin(made, Tracker(), state)
         micro = grade.micro_batches(
             [torch.zeros(9, dtype=torch.long)] * 2, [0, 1], 0, 0, 2, made.settings, CPU
         )

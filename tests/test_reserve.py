@@ -17,7 +17,7 @@ from longhaul.dist import World
 from longhaul.memory import plan as planner
 from longhaul.memory import reserve
 from longhaul.memory.deep import profile
-from longhaul.memory.needs import usual
+from longhaul.memory.needs import needs
 from model import GIB
 
 NAMES = reserve.ALLOCATOR_SETTINGS
@@ -89,7 +89,7 @@ def test_classic_segments_give_back_what_is_free_before_they_fail(monkeypatch, t
     for name in NAMES:
         monkeypatch.setenv(name, "expandable_segments:False")
     cfg = dataclasses.replace(CFG, device="cuda")
-    found = usual(cfg)
+    found = needs(cfg)
     beyond = sum(beyond_the_allocator().values())
 
     def reserved(room: int) -> int:
@@ -110,7 +110,7 @@ def test_a_rank_of_a_process_group_simulates_in_a_process_of_its_own(tmp_path, m
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )
     try:
-        inside = usual(cfg, 2).expandable
+        inside = needs(cfg, 2).expandable
     finally:
         torch.distributed.destroy_process_group()
     monkeypatch.undo()

@@ -2,7 +2,6 @@
 layers, ranks, stages.
 """
 
-import functools
 import gc
 import itertools
 import json
@@ -21,7 +20,7 @@ from longhaul.config import TrainConfig
 from longhaul.memory.deep import profile
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.report import top_tensors
-from longhaul.memory.simulate import row_batch, simulate, trace_real_run
+from longhaul.memory.simulate import simulate, trace_real_run
 from model import GIB
 from tests.ranks import run_ranks
 from tests.tiers import few_fast
@@ -88,8 +87,7 @@ def observed_each(world: dist.World, settings: list[dict]) -> list[dict]:
     peaks = []
     for changes in settings:
         cfg = TrainConfig(**TINY | changes)
-        rows = functools.partial(row_batch, cfg, world.size)
-        peaks.append(trace_real_run(cfg, rows, world).peak_by_stage())
+        peaks.append(trace_real_run(cfg, world).peak_by_stage())
     return peaks
 
 
@@ -122,7 +120,7 @@ def test_the_predicted_rank_is_byte_for_byte_the_tracker_on_two_real_ranks():
 )
 def test_the_tracker_sees_in_a_real_run_what_it_predicts(changes):
     cfg = TrainConfig(**TINY | changes)
-    predicted, real = simulate(cfg, target="cpu"), trace_real_run(cfg, lambda: row_batch(cfg))
+    predicted, real = simulate(cfg, target="cpu"), trace_real_run(cfg)
     assert predicted.peak_by_stage() == real.peak_by_stage()
     assert by_category(predicted, predicted.peak()[1]) == by_category(real, real.peak()[1])
 
@@ -171,7 +169,7 @@ PROCESS = """
 import json, os, sys, torch
 from longhaul import step
 from longhaul.config import TrainConfig
-from longhaul.memory.simulate import row_batch
+from longhaul.memory.batches import row_batch
 def run(cfg):
     state, batch = step.build(cfg, cfg.model(), "cpu"), row_batch(cfg)
     for _ in range(2):

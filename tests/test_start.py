@@ -390,7 +390,7 @@ def test_no_proposal_drops_init_from_or_its_size(tmp_path):
     with torch.device("meta"):
         large = Decoder(ModelConfig.preset("1.7B"))
     (tmp_path / "config.json").write_text(json.dumps(qwen3.hf_config(large)))
-    cfg = settings(f"--init_from {tmp_path} --context_length 16384 --batch_size 8")
+    cfg = settings(f"--init_from {tmp_path} --context_length 8 --batch_size 16384")
     assert cfg.model_size == "1.7B"
 
     request = plan.plan(cfg, cfg.model(), World(), torch.device("cuda"), 30.0)

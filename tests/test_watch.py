@@ -13,7 +13,7 @@ from longhaul import dist, optim
 from longhaul.config import TrainConfig
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
-from longhaul.memory.needs import PROCESS_GIB
+from longhaul.memory.needs import PROCESS_GIB, WARM_UP
 from longhaul.memory.watch import (
     Watch,
     compared_at,
@@ -72,9 +72,9 @@ def test_the_measured_peak_stands_beside_the_planned_one_at_step_2(data, tmp_pat
 def test_in_an_indexers_warm_up_its_own_peak_is_compared(dense, expected):
     """Each kind of step at its second one."""
     cfg = SimpleNamespace(dense_steps=dense)
-    warm_up = SimpleNamespace(peak=GIB // 4) if dense else None
+    needs = SimpleNamespace(stages={WARM_UP: GIB // 4} if dense else {})
     cpu = torch.device("cpu")
-    plan = SimpleNamespace(cfg=cfg, warm_up=warm_up, peak=GIB // 2, device=cpu, hidden_gib=1.0)
+    plan = SimpleNamespace(cfg=cfg, needs=needs, peak=GIB // 2, device=cpu, hidden_gib=1.0)
     assert compared_at(cfg) == expected.keys()
     for step, gib in expected.items():
         assert f"planned {gib} GiB" in comparison(plan, step)
@@ -90,9 +90,8 @@ def test_a_plan_that_is_wrong_is_a_warning_with_the_stage_of_the_peak(monkeypatc
     seen.note()
     planned = SimpleNamespace(
         cfg=SimpleNamespace(dense_steps=0),
-        warm_up=None,
         peak=int(0.82 * GIB),
-        live={"attention backward": GIB // 2},
+        needs=SimpleNamespace(stages={"attention backward": GIB // 2}),
         device=gpu,
     )
     words = warning(planned, 2, seen)
@@ -150,7 +149,12 @@ def test_another_error_is_not_taken_for_missing_memory():
 
 def test_fit_auto_pulls_levers_and_leaves_model_context_and_batch(capsys):
     cfg = TrainConfig(
-        model_size="tiny", context_length=8192, batch_size=4, device="cpu", fit="auto"
+        model_size="tiny",
+        model_overrides=("num_layers=2",),
+        context_length=8192,
+        batch_size=4,
+        device="cpu",
+        fit="auto",
     )
     asked = planner.plan(cfg, cfg.model(), dist.World(), torch.device("cpu"))
     checkpointed = fit.checkpointing(cfg)

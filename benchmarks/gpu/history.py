@@ -13,7 +13,7 @@ import torch
 from footprint.allocator import STEPS, Allocator
 from longhaul import step
 from longhaul.config import TrainConfig
-from longhaul.memory.simulate import row_batch
+from longhaul.memory.batches import row_batch
 
 GROWS = ("segment_alloc", "segment_map")
 SHRINKS = ("segment_free", "segment_unmap")

@@ -20,9 +20,9 @@ from footprint.workspace import DECLARED
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.memory import reconcile
+from longhaul.memory.batches import row_batch
 from longhaul.memory.deep import profile
 from longhaul.memory.reserve import expandable_segments
-from longhaul.memory.simulate import row_batch
 from longhaul.memory.workspace import Workspaces
 from model import GIB
 

@@ -22,7 +22,7 @@ from benchmarks.gpu import kernels
 from footprint.cuda import FusedRMSNorm
 from longhaul import step
 from longhaul.config import TrainConfig
-from longhaul.memory.simulate import fake_batch
+from longhaul.memory.batches import fake_batch
 from longhaul.vocab import loss as vocab_loss
 from model import Decoder
 

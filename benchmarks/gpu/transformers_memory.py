@@ -15,7 +15,8 @@ import torch
 from benchmarks.gpu.jobs import Job, Place
 from benchmarks.record import Run, Table, free
 from footprint import Report, measure, predict
-from longhaul.memory.hugging_face import Training
+from longhaul.memory import hugging_face
+from longhaul.memory.door import StepConfig
 from model import GIB
 
 BF16 = dict(dtype="bf16")
@@ -140,8 +141,8 @@ def one_case(case: Case, run: Run, place: Place) -> None:
     """A row: what was predicted before the model was made, and what the allocator recorded."""
     with tempfile.TemporaryDirectory() as folder:
         write_configuration(case, folder)
-        training = Training(folder, case.tokens, case.rows, **case.training)
-        report = predict(*training.functions(), place.device.type)
+        training = StepConfig(hf=folder, seq=case.tokens, batch=case.rows, **case.training)
+        report = predict(*hugging_face.functions(training), place.device.type)
         figures = on_gpu(report, training) if place.cuda else on_cpu(report, training)
     run.row(
         TABLE,
@@ -163,15 +164,15 @@ def write_configuration(case: Case, folder: str) -> None:
     config.save_pretrained(folder)
 
 
-def on_cpu(report: Report, training: Training) -> dict:
+def on_cpu(report: Report, training: StepConfig) -> dict:
     """What the CPU's allocator records."""
-    measured = measure(*training.functions())
+    measured = measure(*hugging_face.functions(training))
     return {"measured, GiB": measured / GIB, "difference": percent(report.peak, measured)}
 
 
-def on_gpu(report: Report, training: Training) -> dict:
+def on_gpu(report: Report, training: StepConfig) -> dict:
     """What the caching allocator records, which also gives cuBLAS its workspaces."""
-    found = peaks(*training.functions("cuda"))
+    found = peaks(*hugging_face.functions(training, "cuda"))
     allocated, reserved = report.allocated, report.reserved
     return {
         "allocated predicted, GiB": allocated / GIB,

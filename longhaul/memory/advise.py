@@ -17,14 +17,11 @@ from base.flags import PRECISIONS
 from footprint.device import HALF_SINCE, Card
 from longhaul.memory import analysis, solve
 from longhaul.memory.analysis import Analysed
-from longhaul.memory.needs import PROCESS_GIB
-from longhaul.memory.search import Found, Lever, Say, Search, Tried, Verdict, pulled, verdict
-from longhaul.memory.solve import Run
-from longhaul.posttrain.config import PolicyConfig
+from longhaul.memory.plan import Plan
+from longhaul.memory.search import Found, Lever, Say, Search, Tried, Verdict, verdict
 from model import GIB
 
-Request = Run | Analysed
-MOST_GPUS = (2, 4, 8, 16, 32, 64)  # tried if one card is not enough
+Request = Plan | Analysed
 VERDICTS = {
     Verdict.FITS: "fits",
     Verdict.AFTER_CHANGES: "fits after these changes",
@@ -34,7 +31,7 @@ VERDICTS = {
 
 def judged(card: Card, host_gib: float, asked: Request) -> Found:
     """What the request needs, and whether the card, or the host for one on the CPU, holds it."""
-    gib = host_gib if asked.device == "cpu" else card.gib
+    gib = host_gib if str(asked.device) == "cpu" else card.gib
     if isinstance(asked, Analysed):
         return analysis.judged(gib, asked)
     return solve.judged(int(gib * GIB), asked)
@@ -43,26 +40,23 @@ def judged(card: Card, host_gib: float, asked: Request) -> Found:
 # ---- what to change
 
 
-def ladder(asked: Request, card: Card | None) -> Iterator[Lever]:
-    """The changes, the smallest loss of quality first; without a card those that leave precision
-    and device as they are.
-    """
+def ladder(asked: Request, card: Card) -> Iterator[Lever]:
+    """The changes, the smallest loss of quality first."""
     analysed = isinstance(asked, Analysed)
     first, *others = solve.LEVERS
     if not analysed:
         yield first
-    if card and asked.dtype == "float32" and (not analysed or not asked.measures.compare):
+    if asked.config.compute_dtype == "float32" and (not analysed or not asked.measures.compare):
         # what is compared begins with the model in float32, and training has no loss scaler
         if card.cc >= HALF_SINCE:
             yield Lever("bf16 instead of fp32", functools.partial(in_precision, name="bf16"))
         elif analysed:
             yield Lever("fp16 instead of fp32", functools.partial(in_precision, name="fp16"))
 
-    for rows in smaller_batches(asked.batch_size):
+    for rows in smaller_batches(asked.batch_size if analysed else asked.cfg.batch_size):
         yield Lever(f"micro-batches of {rows}", functools.partial(in_batches, rows=rows))
     yield from analysis.levers(asked) if analysed else others
-    if card:
-        yield Lever("the CPU", on_cpu)
+    yield Lever("the CPU", on_cpu)
 
 
 def in_precision(asked: Request, name: str) -> Request:
@@ -76,7 +70,7 @@ def in_batches(asked: Request, rows: int) -> Request:
     """Micro-batches of so many rows; accumulation keeps the rows of a training step."""
     if isinstance(asked, Analysed):
         return dataclasses.replace(asked, batch_size=rows)
-    more = asked.batch_size // rows
+    more = asked.cfg.batch_size // rows
     micro_batches = asked.cfg.gradient_accumulation_steps * more
     return asked.change(batch_size=rows, gradient_accumulation_steps=micro_batches)
 
@@ -126,32 +120,29 @@ class Advice:
         """What was found, below the table of what was tried."""
         rows = [f"note: {note}" for note in self.notes]
         rows.append(f"verdict: {VERDICTS[self.verdict]}")
-        if self.answer and isinstance(self.answer.request, Run):
-            rows.append(self.answer.request.costs(self.answer.found))
+        if self.answer and isinstance(self.answer.request, Plan):
+            rows.append(self.answer.request.costs())
         if self.command:
             rows.append(f"run: {self.command}")
         return "\n".join(rows)
 
     def as_json(self) -> dict:
         """Plain values; sizes in bytes."""
-        steps = []
-        for one in self.tried:
-            found = one.found
-            steps.append({"change": one.name, "live_bytes": found.live, "verdict": found.placement})
         return {
             "task": self.task,
             "gpu": dataclasses.asdict(self.card),
             "code": self.verdict.exit_code,
             "breakdown": self.breakdown,
             "command": self.command,
-            "steps": steps,
+            "tried": [one.as_json() for one in self.tried],
             "notes": self.notes,
         }
 
 
 def advise(task: str, asked: Request, card: Card, host_gib: float, say: Say) -> Advice:
     """Add changes until the request fits; `host_gib` is what the last one, the CPU, may use."""
-    cards = f"{asked.ranks} x " if asked.ranks > 1 else ""
+    several = isinstance(asked, Plan) and asked.world.size > 1
+    cards = f"{asked.world.size} x " if several else ""
     breakdown = asked.breakdown()
     say(f"{task}: {asked.words()}")
     say(f"on {cards}{card.name} ({card.gib:g} GiB, capability {card.cc / 10})")
@@ -160,12 +151,12 @@ def advise(task: str, asked: Request, card: Card, host_gib: float, say: Say) -> 
     say("changes, each added to those above it; GiB, predicted:")
 
     judge = functools.partial(judged, card, host_gib)
-    search = Search(judge, int(card.gib * GIB), say, with_costs=isinstance(asked, Run))
+    search = Search(judge, int(card.gib * GIB), say, with_costs=isinstance(asked, Plan))
     say(search.head())
     best = search.climb(asked, list(ladder(asked, card))).best
     notes = _notes(asked, card)
-    if not best.fits:
-        notes += _if_nothing_fits(asked, card)
+    if not best.fits and isinstance(asked, Plan):
+        notes.append("--solve world_size --gpus 64 looks for how many such GPUs are enough")
     return Advice(task, card, search.tried, best if best.fits else None, breakdown, notes)
 
 
@@ -173,34 +164,15 @@ def _notes(asked: Request, card: Card) -> list[str]:
     if card.cc >= HALF_SINCE:
         return []
     notes = []
-    if asked.dtype == "bfloat16":
-        native = "fp32" if isinstance(asked, Run) else "fp16"
+    if asked.config.compute_dtype == "bfloat16":
+        native = "fp32" if isinstance(asked, Plan) else "fp16"
         notes.append(
             f"bf16 is emulated at capability {card.cc / 10} and slow (native from 8.0); "
             f"the card computes {native} itself"
         )
-    if isinstance(asked, Run):
+    if isinstance(asked, Plan):
         notes.append(
             "the figures assume FlashAttention, which needs capability 8.0; half precision is not "
             "advised on this card, because bf16 is emulated and fp16 needs a loss scaler"
         )
     return notes
-
-
-def _if_nothing_fits(asked: Request, card: Card) -> list[str]:
-    """What would be enough: the host's memory, or more GPUs."""
-    *levers, to_cpu = ladder(asked, card)
-    least = functools.reduce(lambda request, lever: pulled(lever, request), levers, asked)
-    host = judged(card, 0.0, to_cpu.pull(least)).live / GIB + PROCESS_GIB
-    notes = [f"the CPU would need {host:.1f} GiB of host memory"]
-    if isinstance(asked, Analysed) or isinstance(asked.cfg, PolicyConfig):
-        return notes
-
-    for ranks in MOST_GPUS:
-        if Tried("", None, judged(card, 0.0, least._replace(ranks=ranks))).fits:
-            return [*notes, f"with all changes, {ranks} such GPUs are enough (FSDP2)"]
-    return [
-        *notes,
-        f"not even {MOST_GPUS[-1]} such GPUs are enough, because activations are not sharded: "
-        "shorten the context",
-    ]

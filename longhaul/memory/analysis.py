@@ -12,7 +12,6 @@ import functools
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -33,12 +32,11 @@ from longhaul.kinds import attention_kind
 from longhaul.memory.needs import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.plan import flag_of
 from longhaul.memory.platforms import predicting
-from longhaul.memory.search import Bounds, Found, Lever, Say, Search, Tried, placed
+from longhaul.memory.search import Found, Lever, placed
 from longhaul.memory.workspace import Workspaces
 from model import GIB, Block, Decoder, ModelConfig
 
 FEWER, LAYERS = 3, 4  # layers of the simulations from which a deeper model's peak follows
-UNIT = 1024  # tokens: the longest context is a multiple
 CHUNK = 4096  # tokens of a part, if rows shall pass in parts
 
 
@@ -118,11 +116,6 @@ class Analysed:
     checkpoint: str = ""
     data: str = ""
     device: str = "cuda"
-    ranks: ClassVar[int] = 1
-
-    @property
-    def dtype(self) -> str:
-        return self.config.compute_dtype
 
     def words(self) -> str:
         """What is analysed, in words."""
@@ -160,7 +153,7 @@ class Analysed:
         words += [
             f"--context_length {self.context_length}",
             f"--batch_size {self.batch_size}",
-            f"--dtype {self.dtype}",
+            f"--dtype {self.config.compute_dtype}",
             f"--device {self.device}",
         ]
         for spec in dataclasses.fields(self.measures):
@@ -446,21 +439,6 @@ def judged(gib: float, asked: Analysed) -> Found:
     """What an analysis needs on a device of so many GiB."""
     found = planned(asked)
     return placed(found.peaks[found.largest], int(found.gib * GIB), int(gib * GIB))
-
-
-def searched(gib: float, say: Say) -> Search:
-    """A search for what a card of so many GiB holds."""
-    return Search(functools.partial(judged, gib), int(gib * GIB), say)
-
-
-def by_context(search: Search, asked: Analysed) -> Tried | None:
-    """The longest context, a multiple of 1,024 tokens, that a card holds."""
-
-    def at(context: int) -> Analysed:
-        return dataclasses.replace(asked, context_length=context)
-
-    bounds = Bounds(UNIT, nearly=True, least=UNIT)
-    return search.largest("--context_length", UNIT, at, bounds)
 
 
 # ---- what may be changed

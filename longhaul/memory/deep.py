@@ -8,13 +8,12 @@ in host memory, which needs.py counts.
 """
 
 import bisect
-import dataclasses
 import re
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from footprint.trace import CATEGORIES, Event, Trace
+from footprint.trace import CATEGORIES, Event, Storage, Trace
 from longhaul.config import TrainConfig
 from longhaul.memory.simulate import simulate
 
@@ -302,5 +301,6 @@ class _Unrolling:
             self.ids[key] = identity
             old = self.old.storages[storage]
             module = self._renamed(old.module, layer_of(old.module) or 0, copy)
-            self.new.storages[identity] = dataclasses.replace(old, id=identity, module=module)
+            own = vars(old) | {"id": identity, "module": module}
+            self.new.storages[identity] = Storage(**own)  # `replace` takes three times as long
         return self.ids[key]

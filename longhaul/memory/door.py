@@ -12,7 +12,6 @@ import functools
 import inspect
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -32,7 +32,7 @@ from footprint.owners import holdings
 from longhaul import cli
 from longhaul.cli import flag
 from longhaul.memory import hugging_face, users_file
-from longhaul.memory.hugging_face import DTYPES, OPTIMIZERS, Training
+from longhaul.memory.hugging_face import DTYPES, OPTIMIZERS
 from longhaul.memory.search import MOST as MOST_TRIED
 from longhaul.memory.search import (
     Bounds,
@@ -51,9 +51,7 @@ from model import GIB
 OPENS = ("step", "hf")  # flags that lead here
 OF_HF = ("dtype", "autocast", "optimizer", "checkpointing")  # build() decides them otherwise
 SIZES = ("batch", "seq")
-SPELLINGS = spellings(*DTYPES)
-AUTOCASTS = {"none": "none"} | spellings("bf16")
-OUTPUTS = ("html", "svg", "json")  # flags that name a file to write
+AUTOCASTS = ("none", *spellings("bf16"))
 STANDARD_OUTPUT = "-"  # instead of a file, for --json without a name
 JSON = "file of every result; without a name, standard output, and all else goes to standard error"
 # how a refusal of footprint says that a value may be given
@@ -126,8 +124,8 @@ class StepConfig(CardFlags):
     batch: int = flag(
         1, "rows of a rank; with --step the argument batch of step", at_least=1, at_most=MOST
     )
-    dtype: str = flag("fp32", "of the parameters, with --hf", choices=tuple(SPELLINGS))
-    autocast: str = flag("none", "compute precision, with --hf", choices=tuple(AUTOCASTS))
+    dtype: str = flag("fp32", "of the parameters, with --hf", choices=tuple(DTYPES))
+    autocast: str = flag("none", "compute precision, with --hf", choices=AUTOCASTS)
     optimizer: str = flag("adamw", "with --hf", choices=OPTIMIZERS)
     checkpointing: bool = flag(False, "recompute activations in the backward, with --hf")
     answer: tuple[str, ...] = flag(
@@ -160,24 +158,6 @@ class StepConfig(CardFlags):
         if self.device == "cpu" and self.has_card:
             raise ValueError("--gpu and --vram say what a GPU holds: drop them, or --device cpu")
         self.answers()
-        self._check_outputs()
-
-    def _check_outputs(self) -> None:
-        """ValueError for a file that cannot be written, before anything is predicted."""
-        for name in OUTPUTS:
-            path = Path(getattr(self, name))
-            folder = path.absolute().parent
-            reason = ""
-            if not getattr(self, name) or (name == "json" and self.json == STANDARD_OUTPUT):
-                continue
-            if path.is_dir():
-                reason = "it is a folder"
-            elif not folder.is_dir():
-                reason = f"there is no folder {folder}"
-            elif not os.access(path if path.exists() else folder, os.W_OK):
-                reason = "permission denied"
-            if reason:
-                raise ValueError(f"--{name} {path} cannot be written ({reason}): name another file")
 
     @property
     def target(self) -> str:
@@ -193,19 +173,6 @@ class StepConfig(CardFlags):
                 raise ValueError(f"--answer {words}: give FILE.py:LINE=VALUE")
             found[line] = _value(text)
         return found
-
-    def training(self) -> Training:
-        """How the model of --hf is trained."""
-        return Training(
-            self.hf,
-            self.seq,
-            self.batch,
-            SPELLINGS[self.dtype],
-            AUTOCASTS[self.autocast],
-            self.optimizer,
-            self.checkpointing,
-            self.fsdp,
-        )
 
 
 def is_asked_for(words: list[str]) -> bool:
@@ -326,7 +293,7 @@ def _changes(asked: StepConfig, card: Card) -> Iterator[Lever]:
     if asked.optimizer == "adamw":
         code = "torch.optim.AdamW(..., fused=True)"
         yield change("AdamW fused", code, optimizer="adamw_fused")
-    if asked.dtype == "fp32" and asked.autocast == "none" and card.cc >= HALF_SINCE:
+    if DTYPES[asked.dtype] is torch.float32 and asked.autocast == "none" and card.cc >= HALF_SINCE:
         code = 'with torch.autocast("cuda", torch.bfloat16): the forward and the loss'
         yield change("autocast to bf16", code, autocast="bf16")
     if not asked.checkpointing:
@@ -398,14 +365,13 @@ def _warn(cfg: StepConfig, say: Say) -> None:
 
 
 def _write(cfg: StepConfig, report: Report, more: dict) -> None:
-    """The page and the results, with `more`; ValueError if a file cannot be written."""
+    """The page and the results, with `more`."""
     if cfg.html:
         report.html(cfg.html, cfg.step or cfg.hf)
     if cfg.svg:
         report.svg(cfg.svg)
-    if not cfg.json:
-        return
-    write_json(cfg.json, report.json() | more)
+    if cfg.json:
+        write_json(cfg.json, report.json() | more)
 
 
 def apart_from_json(path: str) -> contextlib.redirect_stdout:
@@ -414,15 +380,12 @@ def apart_from_json(path: str) -> contextlib.redirect_stdout:
 
 
 def write_json(path: str, found: dict | list) -> None:
-    """Write results as JSON; ValueError if the file cannot be written."""
+    """Write results as JSON."""
     text = json.dumps(found, indent=1)
     if path == STANDARD_OUTPUT:
         print(text, file=sys.__stdout__, flush=True)
-        return
-    try:
+    else:
         Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--json {path} cannot be written ({error}): name another file") from None
 
 
 @contextlib.contextmanager
@@ -450,7 +413,7 @@ def of_hugging_face(cfg: StepConfig, typed: Set[str]) -> Callable[[StepConfig], 
 
     def predicted(cfg: StepConfig) -> Report:
         with _worded_for_the_shell(), hugging_face.ToldInOneLine(cfg.hf):
-            build, step = cfg.training().functions()
+            build, step = hugging_face.functions(cfg)
             return predict(build, step, cfg.target, cfg.fsdp, cfg.depth, cfg.answers())
 
     return predicted

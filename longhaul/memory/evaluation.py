@@ -14,13 +14,12 @@ from footprint.trace import Trace
 from footprint.tracker import Tracker
 from longhaul import step
 from longhaul.config import TrainConfig
-from longhaul.dist import local_shard
 from longhaul.evals.score import Item, ModelScorer
 from longhaul.kinds import attention_kind
+from longhaul.memory.batches import CPU, fake_batch
 from longhaul.memory.needs import CUDA_CONTEXT_GIB, PROCESS_GIB
-from longhaul.memory.simulate import CPU, fake_batch, on_fake_tensors
+from longhaul.memory.simulate import on_fake_tensors
 from longhaul.memory.stages import label, telling
-from longhaul.memory.workspace import Workspaces
 from model import GIB
 
 FEWER, LAYERS = 2, 3  # layers of the two simulations from which a deeper model's peak follows
@@ -78,15 +77,6 @@ def simulate(
     num_layers = state.model.config.num_layers
     trace.config = dict(vars(cfg), ranks=ranks, target=target, layers=num_layers, chunk=chunk)
     return trace
-
-
-def trace_real_score(state: step.TrainState, tokens: int, chunk: int = 0) -> Trace:
-    """The same trace from a real forward of a built model on this machine's CPU."""
-    tracker = Tracker(Workspaces("cpu"))
-    for parameter in state.model.parameters():
-        tracker.register(local_shard(parameter), "parameter")
-    with tracker:
-        return trace_score(tracker, state, tokens, chunk)
 
 
 def trace_score(tracker: Tracker, state: step.TrainState, tokens: int, chunk: int) -> Trace:

@@ -22,7 +22,7 @@ from footprint.device import Placement
 from longhaul.config import TrainConfig
 from longhaul.kernels import loss_path
 from longhaul.kinds import attention_kind
-from longhaul.memory.plan import Plan, command, cost_words, plan
+from longhaul.memory.plan import Plan, cost_words, plan
 from longhaul.memory.search import Found, Lever, Search, Verdict, pulled
 from longhaul.memory.stages import ROLLOUT
 from longhaul.posttrain.config import IntuitorConfig, PolicyConfig
@@ -329,8 +329,7 @@ def proposal(nearest: Plan, request: Plan) -> str:
             changes.append(f"{spec.name} {_shown(spec, before)} -> {_shown(spec, after)}")
 
     changes.append(cost_words(_times(nearest, request), nearest.needs.host))
-    shell = command(nearest.asked, request.world, nearest.shutdown_timeout)
-    found = f"closest command that runs here ({', '.join(changes)}):\n{shell}"
+    found = f"closest command that runs here ({', '.join(changes)}):\n{nearest.command()}"
     if nearest.asked.max_steps < min(FEW_STEPS, request.asked.max_steps):
         return _instructive(request) + found
     return found
@@ -350,8 +349,7 @@ def _instructive(request: Plan) -> str:
         return ""
     if not small.fits or small.total_seconds > PATIENCE:
         return ""
-    shell = command(small.asked, request.world, small.shutdown_timeout)
-    return f"to see a small model learn ({small.time()}), run `{shell}`; "
+    return f"to see a small model learn ({small.time()}), run `{small.command()}`; "
 
 
 def _shown(spec: dataclasses.Field, value: Any) -> Any:

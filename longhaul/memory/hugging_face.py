@@ -7,20 +7,24 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from base.flags import PRECISIONS, spellings
 from footprint.refusal import PACKAGES, TORCH, Refused
 from longhaul import optimizers
 from longhaul.memory.search import TooLong
-from longhaul.memory.users_file import described
+from longhaul.memory.users_file import described, lines_of
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {
+    spelling: getattr(torch, PRECISIONS[name])
+    for spelling, name in spellings("fp32", "bf16").items()
+}
 OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "sgd")
 RATE = 1e-4  # the learning rate, on which no memory depends
 ELSEWISE = "write build() and step(state) into a file and give --step FILE.py"
@@ -57,7 +61,7 @@ class ToldInOneLine:
     def __exit__(self, kind, error: BaseException | None, raised: TracebackType | None) -> None:
         if not isinstance(error, Exception) or isinstance(error, Refused | Unusable | TooLong):
             return
-        where = _line_outside_torch(raised)
+        where = next(iter(lines_of(raised, _is_theirs)), "")
         if not where:
             return
         remedy = next((REMEDIES[part] for part in REMEDIES if part in str(error)), "mend it")
@@ -67,44 +71,25 @@ class ToldInOneLine:
         ) from error
 
 
-def _line_outside_torch(raised: TracebackType | None) -> str:
-    """The innermost line of an installed package other than PyTorch; empty if there is none."""
-    found = ""
-    while raised:
-        file = raised.tb_frame.f_code.co_filename
-        if file.startswith(PACKAGES) and not file.startswith(TORCH):
-            found = f"{Path(file).name}:{raised.tb_lineno}"
-        raised = raised.tb_next
-    return found
+def _is_theirs(file: str) -> bool:
+    """Whether it is a file of an installed package other than PyTorch."""
+    return file.startswith(PACKAGES) and not file.startswith(TORCH)
 
 
-@dataclass(frozen=True)
-class Training:
-    """How a model is trained: the flags of `profile_memory.py --hf`."""
-
-    folder: str
-    seq: int = 512  # tokens of a row
-    batch: int = 1  # rows of a rank
-    dtype: str = "fp32"  # of the parameters, a key of DTYPES
-    autocast: str = "none"  # or "bf16"
-    optimizer: str = "adamw"  # one of OPTIMIZERS
-    checkpointing: bool = False
-    ranks: int = 1  # that share the model by FSDP2
-
-    def functions(self, device: str = "cpu") -> tuple[Callable, Callable]:
-        """build() and step(state), as footprint.predict takes them on the CPU; ValueError if the
-        model cannot be made or if it is not known what it is trained on.
-        """
-        config = configuration(self.folder)
-        model_class = _model_class(config)
-        make = functools.partial(_batch, model_class, config, self, device)
-        cast = functools.partial(
-            torch.autocast, device, torch.bfloat16, enabled=self.autocast == "bf16"
-        )
-        return (
-            functools.partial(_build, model_class, config, self, device),
-            functools.partial(_step, make, cast),
-        )
+def functions(training: Any, device: str = "cpu") -> tuple[Callable, Callable]:
+    """build() and step(state), as footprint.predict takes them on the CPU; `training` has the flags
+    of the profiler's door. ValueError if the model cannot be made, or if it is not known what it is
+    trained on.
+    """
+    config = configuration(training.hf)
+    model_class = _model_class(config)
+    make = functools.partial(_batch, model_class, config, training, device)
+    is_cast = training.autocast != "none"
+    cast = functools.partial(torch.autocast, device, torch.bfloat16, enabled=is_cast)
+    return (
+        functools.partial(_build, model_class, config, training, device),
+        functools.partial(_step, make, cast),
+    )
 
 
 def configuration(folder: str):
@@ -193,14 +178,14 @@ def positions(folder: str) -> int | None:
 # ---- the model and its optimizer
 
 
-def _build(model_class: type[nn.Module], config, training: Training, device: str):
+def _build(model_class: type[nn.Module], config, training: Any, device: str):
     on_device = contextlib.nullcontext() if device == "cpu" else torch.device(device)
     with on_device:
         model = model_class(config).to(DTYPES[training.dtype]).train()
     _check_positions(model, config, training.seq)
     if training.checkpointing:
         _checkpoint(model)
-    if training.ranks > 1:
+    if training.fsdp > 1:
         _shard(model)
     return model, _optimizer(model, training.optimizer)
 
@@ -257,9 +242,7 @@ def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
 # ---- the step
 
 
-def _batch(
-    model_class: type[nn.Module], config, training: Training, device: str
-) -> dict[str, Tensor]:
+def _batch(model_class: type[nn.Module], config, training: Any, device: str) -> dict[str, Tensor]:
     """What a model of this class is trained on."""
     integers = functools.partial(torch.randint, device=device)
     name = model_class.__name__

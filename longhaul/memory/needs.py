@@ -22,7 +22,6 @@ from longhaul.config import TrainConfig
 from longhaul.memory.deep import Moment, Profile, Sizes, profile, stage_sizes
 from longhaul.posttrain.config import GradeConfig, PolicyConfig
 from longhaul.staging import PINNED
-from model import GIB
 
 TRACES = 2  # that are kept, of some megabytes each
 FP32 = 4
@@ -36,6 +35,8 @@ CUDA_CONTEXT_GIB = 1.0
 # the lengths, the vocabulary and --group_size.
 LARGEST = ("ste_legacy", "reinforce")
 KEPT = ("parameter", "optimizer")  # categories of what every stage holds
+FIXED = (*KEPT, "gradient", "unsharded")  # that are as large for every number of tokens
+WARM_UP = "dense warm-up"  # a stage: steps in which only an indexer learns
 COPY = "copy for --async_save"  # a category of its own
 SHORT = (7, 8, 9)  # tokens of the responses that stand for a long one: fewer have other peaks
 # settings that decide no byte
@@ -69,7 +70,15 @@ class Needs:
     @property
     def static(self) -> int:
         """Weights and optimizer states, which every stage holds."""
-        return sum(self.sizes[self.peak_stage].get(name, 0) for name in KEPT)
+        return self._at_peak(KEPT)
+
+    @property
+    def fixed(self) -> int:
+        """What is alive at the peak for any number of tokens."""
+        return self._at_peak(FIXED)
+
+    def _at_peak(self, categories: Sequence[str]) -> int:
+        return sum(self.sizes[self.peak_stage].get(name, 0) for name in categories)
 
 
 # ---- one simulation for equal steps
@@ -248,21 +257,19 @@ def _has_own_reward(cfg: PolicyConfig) -> bool:
 
 
 def needs(cfg: TrainConfig, ranks: int = 1) -> Needs:
-    """What one rank's step needs on `cfg.device`; of the kind of step that needs most."""
-    kinds = usual(cfg, ranks), warm_up(cfg, ranks)
-    return max(filter(None, kinds), key=lambda one: one.peak)
-
-
-def usual(cfg: TrainConfig, ranks: int = 1) -> Needs:
-    """The same of a step in which everything learns."""
-    if cfg.dense_steps:
-        cfg = dataclasses.replace(cfg, indexer_warmup=0)
-    return _needs_of(largest(cfg, ranks), ranks)
-
-
-def warm_up(cfg: TrainConfig, ranks: int = 1) -> Needs | None:
-    """The same of a step of the indexer's dense warm-up; None for a run without."""
-    return _needs_of(in_warm_up(cfg), ranks) if cfg.dense_steps else None
+    """What one rank's step needs on `cfg.device`; with an indexer's dense warm-up, one more stage
+    is the peak of a step of the warm-up.
+    """
+    if not cfg.dense_steps:
+        return _needs_of(largest(cfg, ranks), ranks)
+    usual = needs(dataclasses.replace(cfg, indexer_warmup=0), ranks)
+    dense = _needs_of(in_warm_up(cfg), ranks)
+    return Needs(
+        usual.sizes | {WARM_UP: dense.sizes[dense.peak_stage]},
+        usual.host,
+        max(usual.classic, dense.classic),
+        max(usual.expandable, dense.expandable),
+    )
 
 
 def in_warm_up(cfg: TrainConfig) -> TrainConfig:
@@ -276,28 +283,10 @@ def largest(cfg: TrainConfig, ranks: int = 1) -> TrainConfig:
     warm-up, or of the methods of --method all.
     """
     if cfg.dense_steps:
-        return _larger_kind(cfg, ranks)
+        if needs(cfg, ranks).peak_stage == WARM_UP:
+            return in_warm_up(cfg)
+        return dataclasses.replace(cfg, indexer_warmup=0)
     if not isinstance(cfg, GradeConfig) or cfg.method != "all":
         return cfg
     each = [dataclasses.replace(cfg, method=method) for method in LARGEST]
     return max(each, key=lambda one: needs(one, ranks).peak)
-
-
-def _larger_kind(cfg: TrainConfig, ranks: int) -> TrainConfig:
-    """The warm-up's settings, or those of the steps behind it."""
-    if warm_up(cfg, ranks).peak > usual(cfg, ranks).peak:
-        return in_warm_up(cfg)
-    return dataclasses.replace(cfg, indexer_warmup=0)
-
-
-def kinds_in_words(cfg: TrainConfig, ranks: int = 1) -> str:
-    """Which kind of step of a run with a dense warm-up needs most, in a line."""
-    sizes = {
-        "the indexer's dense warm-up": warm_up(cfg, ranks).peak,
-        "the steps behind it": usual(cfg, ranks).peak,
-    }
-    larger, smaller = sorted(sizes, key=sizes.get, reverse=True)
-    return (
-        f"of two kinds of step: {larger}, {sizes[larger] / GIB:.3f} GiB live; "
-        f"{smaller}: {sizes[smaller] / GIB:.3f} GiB"
-    )

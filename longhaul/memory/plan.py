@@ -15,14 +15,14 @@ from functools import cached_property
 import torch
 
 from data.progress import duration
-from footprint.device import beyond_the_allocator
+from footprint.device import EXPANDABLE_SEGMENTS, Placement, beyond_the_allocator
 from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.dist import World, check_replicas
 from longhaul.flops import run_words, step_seconds, time_words, warm_up_seconds
 from longhaul.kinds import unfit_exchanges
 from longhaul.memory import reserve
-from longhaul.memory.needs import PROCESS_GIB, Needs, at_least, usual, warm_up
+from longhaul.memory.needs import PROCESS_GIB, WARM_UP, Needs, at_least, needs
 from longhaul.parallel import context
 from longhaul.posttrain.config import PolicyConfig
 from model import GIB, ModelConfig
@@ -41,7 +41,7 @@ class Plan:
     config: ModelConfig
     world: World
     device: torch.device
-    available_gib: float  # for one rank
+    available_gib: float = math.inf  # for one rank
     sharing: str = ""  # how many ranks share each row, and why; empty if each has its own rows
     # of a length schedule, of which this plan is the one that needs most; empty without one
     stages: tuple["Plan", ...] = ()
@@ -55,30 +55,19 @@ class Plan:
 
     @cached_property
     def needs(self) -> Needs:
-        """Of a step in which everything learns."""
-        return usual(self._on_device, self.world.size)
-
-    @cached_property
-    def warm_up(self) -> Needs | None:
-        """Of a step of the indexer's dense warm-up, if the run has one."""
+        """Of a step, in the stage of a length schedule that needs most."""
         if self.stages:
-            found = filter(None, (one.warm_up for one in self.stages))
-            return max(found, key=lambda one: one.peak, default=None)
-        return warm_up(self._on_device, self.world.size)
+            return self._worst_stage.needs
+        return needs(self._on_device, self.world.size)
 
     @property
-    def live(self) -> dict[str, int]:
-        """Stage -> live bytes at its peak, in the kind of step that needs most."""
-        found = dict(self.needs.stages)
-        if self.warm_up is not None:
-            for stage, size in self.warm_up.stages.items():
-                found[stage] = max(size, found.get(stage, 0))
-        return found
+    def _worst_stage(self) -> "Plan":
+        return max(self.stages, key=lambda one: one.needed_gib)
 
     @property
     def peak(self) -> int:
         """Live bytes at the peak of any step."""
-        return max(self.live.values())
+        return self.needs.peak
 
     @property
     def needed_gib(self) -> float:
@@ -91,12 +80,10 @@ class Plan:
     def reserved_gib(self) -> float:
         """What the GPU's allocator reserves in any step."""
         if self.stages:
-            return max(one.reserved_gib for one in self.stages)
-        kinds = filter(None, (self.needs, self.warm_up))
-        found = max(kinds, key=lambda one: one.peak)
-        cfg = self._on_device
+            return self._worst_stage.reserved_gib
         device_bytes = int(self.available_gib * GIB)
-        return reserve.reserved(found, cfg, self.world.size, device_bytes) / GIB
+        request = self._on_device, self.world.size, device_bytes
+        return reserve.reserved(self.needs, *request) / GIB
 
     @property
     def _on_device(self) -> TrainConfig:
@@ -164,6 +151,28 @@ class Plan:
         """Seconds that torchrun must wait at the end of this run; 0: those that it waits anyway."""
         return shutdown_timeout(self.cfg, self.world.size, self.longest_step)
 
+    def change(self, **settings) -> "Plan":
+        """The same on as many GPUs, which are not here, with other settings."""
+        return on_ranks(dataclasses.replace(self.asked, **settings), self.world.size)
+
+    def words(self) -> str:
+        """The request in words."""
+        return (
+            f"{self.cfg.model_size} ({self.config.num_params():,} parameters), "
+            f"{self.cfg.batch_size} x {self.cfg.row_tokens:,} tokens, {self.cfg.dtype}"
+        )
+
+    def breakdown(self) -> dict[str, int]:
+        """What the peak is made of; the sum is the live peak."""
+        found = self.needs
+        name = found.peak_stage
+        return {"parameters and optimizer": found.static, name: found.peak - found.static}
+
+    def command(self, placement: Placement = Placement.FITS) -> str:
+        """What trains the request, with the segments that it needs to fit."""
+        line = command(self.asked, self.world, self.shutdown_timeout)
+        return EXPANDABLE_SEGMENTS + line if placement is Placement.EXPANDABLE else line
+
     def costs(self) -> str:
         """What a step and the whole run take, in words."""
         return cost_words(self.time(), self.needs.host)
@@ -178,7 +187,8 @@ class Plan:
         """What is needed and what is available, for a plan that does not fit."""
         live_gib = self.peak / GIB + self.hidden_gib
         if live_gib > self.available_gib:
-            where = " in the indexer's dense warm-up" if self._warm_up_decides else ""
+            in_warm_up = self.needs.peak_stage == WARM_UP
+            where = " in the indexer's dense warm-up" if in_warm_up else ""
             return (
                 f"each rank needs {live_gib:.1f} GiB{where} "
                 f"and {self.available_gib:.1f} GiB are available"
@@ -207,17 +217,11 @@ class Plan:
             rows.append(_row(stage, size / GIB))
             if self.asked.plan and stage == self.needs.peak_stage:
                 rows += self._terms(stage)
-        peak_stage = self.needs.peak_stage
-        if self.warm_up is not None:
-            note = f" (to step {self.cfg.dense_steps:,}; peak: {self.warm_up.peak_stage})"
-            rows.append(_row("dense warm-up", self.warm_up.peak / GIB, note))
-        if self._warm_up_decides:
-            peak_stage = "dense warm-up"
         if self.device.type != "cpu":
             rows.append(_row("live at the peak", self.peak / GIB))
             kind = "expandable" if reserve.expandable_segments() else "classic"
             rows.append(_row("reserved for it", self.reserved_gib, f", in {kind} segments"))
-        rows.append(_row("needed", self.needed_gib, f" (peak: {peak_stage})"))
+        rows.append(_row("needed", self.needed_gib, f" (peak: {self.needs.peak_stage})"))
         rows.append(_row("available", self.available_gib, f" ({self._source()})"))
         if self.needs.host:
             rows.append(
@@ -226,11 +230,6 @@ class Plan:
         rows += self._stage_rows()
         rows.append(f"  {'time':<20}{self.time()}")
         return "\n".join(rows)
-
-    @property
-    def _warm_up_decides(self) -> bool:
-        """Whether the indexer's dense warm-up takes more than the steps behind it."""
-        return self.warm_up is not None and self.warm_up.peak > self.needs.peak
 
     def _stage_rows(self) -> list[str]:
         """What each stage of the length schedule needs; the rows above are those of the worst."""
@@ -314,6 +313,13 @@ def host_available_bytes() -> int:
 # ---- the plan
 
 
+def on_ranks(cfg: TrainConfig, ranks: int = 1) -> Plan:
+    """A request on so many GPUs that are not here, or on so many ranks of a CPU."""
+    world = World(size=ranks, local_size=ranks)
+    device = torch.device("cpu" if cfg.device == "cpu" else "cuda")
+    return Plan(cfg, cfg, cfg.model(), world, device)
+
+
 def plan(
     cfg: TrainConfig,
     config: ModelConfig,
@@ -333,7 +339,7 @@ def plan(
         return _worst_stage(cfg, world, device, available)
 
     candidates = []
-    for size in _ranks_per_row(cfg, config, world):
+    for size in _ranks_per_row(cfg, world):
         candidates.append(_with_ranks_per_row(size, cfg, config, world, device, available))
     chosen = _fewest_ranks_per_row(candidates)
 
@@ -369,22 +375,23 @@ def _check_precision(cfg: TrainConfig, config: ModelConfig):
         )
 
 
-def _ranks_per_row(cfg: TrainConfig, config: ModelConfig, world: World) -> list[int]:
+def _ranks_per_row(cfg: TrainConfig, world: World) -> list[int]:
     """Numbers of ranks that may share a row, ascending; only one number if the user gave it."""
     if cfg.context_parallel_size:
         return [cfg.context_parallel_size]
+    ranks = world.size // cfg.dp_replicate
+    sizes = sizes_that_share(cfg, cfg.context_length, ranks)
+    return [size for size in sizes if ranks % size == 0 and _allowed(cfg, size)]
+
+
+def sizes_that_share(cfg: TrainConfig, tokens: int, ranks: int) -> list[int]:
+    """How many of the ranks may share a row of so many tokens."""
     if isinstance(cfg, PolicyConfig):
         return [1]
-
-    ranks = world.size // cfg.dp_replicate
-    sizes = context.allowed_sizes(
-        cfg.context_parallel_mode,
-        unfit_exchanges(config.attention.name),
-        config.num_kv_heads,
-        cfg.context_length,
-        ranks,
-    )
-    return [size for size in sizes if ranks % size == 0 and _allowed(cfg, size)]
+    config = cfg.model()
+    unfit = unfit_exchanges(config.attention.name)
+    mode = cfg.context_parallel_mode
+    return context.allowed_sizes(mode, unfit, config.num_kv_heads, tokens, ranks)
 
 
 def _allowed(cfg: TrainConfig, size: int) -> bool:

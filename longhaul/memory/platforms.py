@@ -37,17 +37,21 @@ class FakeCpu(Platform):
         return tiles if self.every_tile else few(tiles)
 
 
-class FakeCuda(FakeCpu):
-    """A CUDA device: its fused kernels, and host memory that is not the device's."""
-
-    def device(self, x: Tensor) -> torch.device:
-        return torch.device("cuda")
+class Hopper(Platform):
+    """The GPU that plans are made for, with FlashAttention."""
 
     def capability(self, device: torch.device) -> tuple[int, int]:
         return 9, 0
 
     def prefers_cudnn(self, q: Tensor) -> bool:
-        return False  # plans are made for FlashAttention, as in `attention`
+        return False
+
+
+class FakeCuda(Hopper, FakeCpu):
+    """A CUDA device: its fused kernels, and host memory that is not the device's."""
+
+    def device(self, x: Tensor) -> torch.device:
+        return torch.device("cuda")
 
     def takes_elementwise(self, x: Tensor, kernels: str) -> bool:
         return kernels in ("auto", "triton")
@@ -84,7 +88,7 @@ def predicting(target: str, tracker: Tracker, every_tile: bool = False) -> Itera
 # ---- the bodies of our own operators, on meta tensors
 
 
-class Bodies(Platform):
+class Bodies(Hopper):
     """The inside of one operator on the target device: a few tiles of its largest part."""
 
     def __init__(self, target: str):
@@ -92,12 +96,6 @@ class Bodies(Platform):
 
     def device(self, x: Tensor) -> torch.device:
         return torch.device("cuda") if self.target == "cuda" else x.device
-
-    def capability(self, device: torch.device) -> tuple[int, int]:
-        return 9, 0
-
-    def prefers_cudnn(self, q: Tensor) -> bool:
-        return False  # as above
 
     def tiles(self, tiles: Sequence) -> Sequence:
         return few(tiles)

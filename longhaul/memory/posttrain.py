@@ -10,10 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from base.flags import RaisingParser
-from longhaul.config import TrainConfig
 from longhaul.memory.deep import Profile, profile
 from longhaul.posttrain.config import IntuitorConfig
-from model import ModelConfig
 
 # bytes of an element
 BF16 = 2
@@ -159,14 +157,13 @@ def in_gb(found: Profile) -> str:
 
 
 TOKENS, TOPK = 64, 256  # of a response and of a mixture
-PROMPT = 32
 VOCABULARY, WIDTH = 32_000, 4096
 
 
 def grade_table(words: Sequence[str]) -> str:
-    """The tables of `scripts.grade --memory_table`. ValueError for other words."""
+    """The table of `scripts.grade --memory_table`. ValueError for other words."""
     RaisingParser(prog="scripts.grade --memory_table").parse_args(list(words))
-    return "\n\n".join([soft_tokens(), three_models()])
+    return soft_tokens()
 
 
 def soft_tokens() -> str:
@@ -185,54 +182,8 @@ def soft_tokens() -> str:
     return table(["tensor", "whole", "256 tokens"], rows)
 
 
-def three_models() -> str:
-    """The sizes of three models of 4B."""
-    config = TrainConfig(model_size="4B").model()
-    parameters = config.num_params()
-    kept = [kept_by_layer(config, PROMPT + index) for index in range(TOKENS)]
-    inputs = BF16 * TOKENS * config.hidden_size
-    keys = 2 * BF16 * TOKENS * config.num_kv_heads * config.head_dim
-    kept_by_cache = config.num_layers * (inputs + keys)
-    of_reference = config.num_layers * keys * (PROMPT + TOKENS) // TOKENS
-    half = 3 * BF16 * parameters  # of three models, and of the policy's gradients and two moments
-    together = 2 * half + kept_by_cache + of_reference
-    rows = [
-        ["weights of three models, fp32", in_gigabytes(3 * FP32 * parameters)],
-        ["the same in bf16", in_gigabytes(half)],
-        ["gradients and two moments of the policy, bf16", in_gigabytes(half)],
-        [
-            "activations, each token a forward of the whole prefix",
-            in_gigabytes(config.num_layers * sum(kept)),
-        ],
-        [
-            "inputs of all layers, keys and values: cache and checkpointing",
-            in_gigabytes(kept_by_cache),
-        ],
-        [
-            "keys and values of the reference, which keeps nothing else",
-            in_gigabytes(of_reference),
-        ],
-        ["all of it, in bf16 with cache and checkpointing", in_gigabytes(together)],
-    ]
-    head = [f"three models of 4B, a prompt of {PROMPT} tokens, {TOKENS} tokens", "computed"]
-    return table(head, rows)
-
-
-def kept_by_layer(config: ModelConfig, tokens: int) -> int:
-    """Bytes that a layer keeps for its backward: activations in bf16, statistics in fp32."""
-    queries = config.num_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
-    widths = 4 * config.hidden_size + 3 * (config.ffn_size + queries + keys)
-    statistics = 2 + 2 * config.num_heads + config.num_kv_heads
-    return tokens * (BF16 * widths + FP32 * statistics)
-
-
 def in_mb(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
-
-
-def in_gigabytes(size: int) -> str:
-    return f"{size / 1e9:,.2f} GB"
 
 
 def asked(words: Sequence[str], make: Callable[[Sequence[str]], str]) -> bool:

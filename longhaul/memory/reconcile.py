@@ -5,7 +5,6 @@ GiB = 2^30 bytes.
 """
 
 import collections
-import functools
 
 import torch
 
@@ -15,9 +14,10 @@ from footprint.trace import Trace
 from footprint.tracker import Tracker
 from longhaul import step
 from longhaul.config import TrainConfig
+from longhaul.memory.batches import CPU, row_batch, tensors_of
 from longhaul.memory.deep import Profile
 from longhaul.memory.rehearsal import rehearsal
-from longhaul.memory.simulate import CPU, row_batch, tensors_of, trace_real_run
+from longhaul.memory.simulate import trace_real_run
 from longhaul.memory.stages import StagePeaks, telling
 from model import GIB
 
@@ -31,7 +31,7 @@ def measure(cfg: TrainConfig) -> dict:
     """Two real steps, twice: peaks by stage as the tracker sees them, and the allocator's own peak;
     bytes.
     """
-    trace = trace_real_run(cfg, functools.partial(row_batch, cfg))
+    trace = trace_real_run(cfg)
     peak, _ = trace.peak()
     return {
         "stages": trace.peak_by_stage(),
@@ -46,30 +46,22 @@ def allocator_peak(cfg: TrainConfig) -> int:
     recorded on top.
     """
     state = step.build(cfg, cfg.model(), "cpu")
-    models = [state.model]
-    resident = []
     more = rehearsal(cfg, ranks=1, every=True)
-    if more is not None:
-        more.skeletons(cfg.model(), None)
-        more.begin(Tracker(), state)
-        models += more.frozen.values()
-        make_batch = more.batch
-    else:
-        batch = row_batch(cfg)
-        resident += tensors_of(batch)
-        make_batch = functools.partial(list, batch)
-    step.train_step(state, make_batch())
+    more.skeletons(cfg.model(), None)
+    more.begin(Tracker(), state)
+    resident = [*tensors_of(more.rows)]
+    step.train_step(state, more.batch())
 
     for values in state.optimizer.state.values():
         resident += values.values()
-    for model in models:
+    for model in (state.model, *more.frozen.values()):
         tables = (model.rotary.cos, model.rotary.sin)  # none if no row was without positions
         resident += [*model.parameters(), *(table for table in tables if table is not None)]
     storages = [tensor.untyped_storage() for tensor in resident]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}  # a tied weight once
 
     def second_step():
-        step.train_step(state, make_batch())
+        step.train_step(state, more.batch())
 
     return sum(sizes.values()) + peak_bytes(second_step, CPU)
 

@@ -19,22 +19,22 @@ from footprint.tracker import Tracker
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.dist import local_shard
+from longhaul.memory.batches import CPU, FewOfMany, fake_batch, row_batch
 from longhaul.memory.stages import ROLLOUT, VALIDATION
 from longhaul.parallel import apply
 from longhaul.posttrain import grade, policy, reward, rollout
-from longhaul.posttrain.config import GradeConfig, IntuitorConfig, PolicyConfig
+from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul.posttrain.grade import GradeObjective
 from longhaul.posttrain.policy import Group, PolicyObjective, Response
 from longhaul.posttrain.prompts import SharedPrompts
 from longhaul.posttrain.reward import RewardModel
 from model import Decoder, KVCache, ModelConfig
 
-CPU = torch.device("cpu")
 MICRO_BATCHES = 2  # that run: the second adds to gradients that exist, and all others are like it
 
 
 class Rehearsal:
-    """A step of post-training on one of several ranks.
+    """A step of pretraining on one of several ranks; post-training adds to it.
 
     `skeletons` is called before tensors are fake, `begin` when the state is built, and `batch` at
     the start of each step. `every`: all micro-batches of a step run, not only the first ones.
@@ -42,7 +42,7 @@ class Rehearsal:
 
     def __init__(
         self,
-        cfg: PolicyConfig,
+        cfg: TrainConfig,
         ranks: int,
         every: bool,
     ):
@@ -50,9 +50,28 @@ class Rehearsal:
         self.ranks = ranks
         self.every = every
         self.frozen: dict[str, Decoder] = {}  # the models that are only read
+        self.rows: list[step.MicroBatch] = []  # that exist before a step
 
     def skeletons(self, config: ModelConfig, mesh: DeviceMesh | None) -> None:
         """The frozen models on meta: what `step.frozen` begins with."""
+
+    def begin(self, tracker: Tracker, state: step.TrainState) -> None:
+        """Memory for what is added to the state."""
+        self.tracker = tracker
+        self.state = state
+        if not tracker.fake:
+            self.rows = row_batch(self.cfg, self.ranks)
+
+    def batch(self) -> list[step.MicroBatch]:
+        """What precedes the update, and its micro-batches."""
+        return list(self.rows) or fake_batch(self.cfg, self.ranks, self.every)
+
+
+class Policy(Rehearsal):
+    """A step of post-training."""
+
+    def skeletons(self, config: ModelConfig, mesh: DeviceMesh | None) -> None:
+        """The reference, if there is one."""
         if self.cfg.needs_reference:
             self.frozen["reference"] = step.skeleton(self.cfg, config, mesh)
 
@@ -71,21 +90,14 @@ class Rehearsal:
         """What the step minimises."""
         raise NotImplementedError
 
-    def batch(self) -> list[step.MicroBatch]:
-        """What precedes the update, and its micro-batches."""
-        raise NotImplementedError
-
     def of_step(self, make: Callable[[], step.MicroBatch]) -> list[step.MicroBatch]:
-        """The micro-batches of a step: those that run, of which the first holds the bytes of the
-        others. What is left out is their weights, a number each before the first forward.
+        """The micro-batches of a step; what is left out of those that do not run is their weights,
+        a number each before the first forward.
         """
         number = self.cfg.accumulation(self.ranks)
         running = number if self.every else min(number, MICRO_BATCHES)
         batch = [make() for _ in range(running)]
-        if running < number:
-            size = sum(value.nbytes for value in batch[0].values() if isinstance(value, Tensor))
-            batch[0]["others"] = torch.empty((number - running) * size, dtype=torch.uint8)
-        return batch
+        return batch if running == number else FewOfMany(batch, number - running)
 
     def name(
         self,
@@ -104,21 +116,19 @@ def rehearsal(
     ranks: int,
     every: bool,
     tokens: int = 0,
-) -> Rehearsal | None:
-    """What settings of post-training add to a step; None for those of pretraining. `tokens`: how
-    many a soft response has, instead of all.
-    """
+) -> Rehearsal:
+    """The step of these settings. `tokens`: how many a soft response has, instead of all."""
     if isinstance(cfg, IntuitorConfig):
         return Intuitor(cfg, ranks, every)
     if isinstance(cfg, GradeConfig):
         return Grade(cfg, ranks, every, tokens)
-    return None
+    return Rehearsal(cfg, ranks, every)
 
 
 # ---- Intuitor
 
 
-class Intuitor(Rehearsal):
+class Intuitor(Policy):
     """A rollout of the policy, and the update over one row for each group."""
 
     def __init__(
@@ -202,7 +212,7 @@ def stretched(short: step.MicroBatch, cfg: IntuitorConfig) -> step.MicroBatch:
 # ---- GRADE
 
 
-class Grade(Rehearsal):
+class Grade(Policy):
     """Responses of soft tokens, which are made inside the loss, and their reward, by one method."""
 
     def __init__(

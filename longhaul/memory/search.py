@@ -21,7 +21,7 @@ AS_ASKED = "as asked"
 LEFT_OUT = "; saves nothing, left out"
 NEARLY_ALL = 0.995  # of the device: no longer row is looked for
 MOST = 2**24  # rows, tokens
-FARTHEST = 8  # times the largest size so far is what is tried next
+FARTHEST = 64  # times the largest size so far is what is tried next
 
 Say = Callable[[str], object]  # shows a line as soon as it is known
 
@@ -81,6 +81,7 @@ class Found(NamedTuple):
     placement: Placement
     host: int = 0  # host memory that levers use
     seconds: float = 0.0  # of a step; 0: not known
+    fixed: int = 0  # bytes of the device that no size of the request changes; 0: not known
     report: Any = None
 
 
@@ -222,7 +223,8 @@ class Search:
                     raise
                 bounds.most = error.most
             else:
-                bounds.add(aim, one.device / self.room, one.fits)
+                fixed = one.found.fixed / self.room
+                bounds.add(aim, one.device / self.room, one.fits, fixed)
             aim = bounds.next()
         return tried.get(bounds.low)
 
@@ -230,14 +232,15 @@ class Search:
 class Bounds:
     """The largest size that fits and the smallest that does not; says what to try next.
 
-    Memory is nearly a straight line in the size, so that two candidates tell where it meets what
-    the device has. Sizes are multiples of `unit`, from `least` to `most`. nearly: whether
-    NEARLY_ALL of the device is enough.
+    Memory is nearly a straight line in the size, so that two candidates, or one and what the
+    request takes without any size, tell where it meets what the device has. Sizes are multiples of
+    `unit`, from `least` to `most`. nearly: whether NEARLY_ALL of the device is enough.
     """
 
     def __init__(self, unit: int, nearly: bool, least: int = 1, most: int = MOST):
         self.unit = unit
         self.nearly = nearly
+        self.goal = (1 + NEARLY_ALL) / 2 if nearly else 1.0  # share of the device that is aimed at
         self.least = least
         self.low = 0  # fits
         self.high = 0  # does not fit; 0: not known
@@ -246,7 +249,15 @@ class Bounds:
         self.fitted = True  # the last one
         self.same_side = 0  # how many before it ended like it
 
-    def add(self, size: int, share: float, fits: bool) -> None:
+    def add(
+        self,
+        size: int,
+        share: float,
+        fits: bool,
+        fixed: float = 0.0,
+    ) -> None:
+        """A size was tried; `fixed`: the share of the card that is taken whatever the size."""
+        self.shares.setdefault(0, min(fixed, share))
         self.shares[size] = share
         self.same_side = self.same_side + 1 if fits == self.fitted else 1
         self.fitted = fits
@@ -276,31 +287,16 @@ class Bounds:
         return bool(narrow) or self.shares[self.low] >= NEARLY_ALL
 
     def _aim(self) -> int:
-        if not self.high:
-            return self._beyond()
-        if not self.low:
-            return self._below()
+        if not self.high:  # not too far from what was tried: the peak may move to another stage
+            return min(self._crossing(*sorted(self.shares)[-2:]), FARTHEST * self.low)
         if self.same_side > 1:  # the line is too far from straight
-            return round(math.sqrt(self.low * self.high))
+            return round(math.sqrt(self.low * self.high)) if self.low else self.high // 8
         return self._crossing(self.low, self.high)
 
-    def _below(self) -> int:
-        """Where the line through the two smallest sizes meets the card, but not beyond a half."""
-        sizes = sorted(self.shares)
-        if len(sizes) == 1 or self.shares[sizes[0]] >= self.shares[sizes[1]]:
-            return self.high // 2
-        return max(min(self._crossing(*sizes[:2]), self.high // 2), self.high // FARTHEST)
-
-    def _beyond(self) -> int:
-        """Where the line through the two largest sizes meets the card, but not too far from them:
-        the peak may move to another stage.
-        """
-        sizes = sorted(self.shares)
-        if len(sizes) == 1 or self.shares[sizes[-2]] >= self.shares[sizes[-1]]:
-            return FARTHEST * self.low
-        return min(self._crossing(*sizes[-2:]), FARTHEST * self.low)
-
     def _crossing(self, smaller: int, larger: int) -> int:
+        """Where the line through two sizes meets the card; nowhere if it does not rise."""
         rise = self.shares[larger] - self.shares[smaller]
-        missing = 1 - self.shares[smaller]
+        if rise <= 0:
+            return MOST
+        missing = self.goal - self.shares[smaller]
         return int(smaller + missing * (larger - smaller) / rise)

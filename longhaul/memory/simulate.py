@@ -8,30 +8,27 @@ second step, which is like all that follow: the first one has no optimizer state
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
-import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from base.machine import deterministic
-from data.loader import Batch
 from footprint.prediction import fake_process_group
 from footprint.trace import Trace
 from footprint.tracker import Tracker
 from longhaul import dist, step
 from longhaul.config import TrainConfig
+from longhaul.memory.batches import CPU, tensors_of
 from longhaul.memory.platforms import predicting
 from longhaul.memory.rehearsal import Rehearsal, rehearsal
 from longhaul.memory.stages import label, telling
 from longhaul.memory.workspace import Workspaces
-from model import Decoder, OnHost
+from longhaul.posttrain.config import PolicyConfig
+from model import Decoder
 
 MakeBatch = Callable[[], list[step.MicroBatch]]  # makes the micro-batches of one step
-MICRO_BATCHES = 4  # that run: the others are like them
-CPU = torch.device("cpu")
 PLAIN = ("standard", "nsa")  # attention all of whose parameters learn, and that measures nothing
 MOST_TOKENS = 2**31 - 1  # of a micro-batch: the bounds of documents are 32-bit numbers
 
@@ -59,11 +56,8 @@ def simulate(
         )
     more = rehearsal(cfg, ranks, every_tile, tokens)
     with on_fake_tensors(cfg, ranks, target, layers, every_tile, more) as (tracker, state):
-        if more is not None:
-            trace = trace_second_step(tracker, state, more.batch, more.frozen)
-        else:
-            make_batch = functools.partial(fake_batch, cfg, ranks, every_tile)
-            trace = trace_second_step(tracker, state, make_batch, from_zeros=_is_plain(cfg, ranks))
+        from_zeros = _is_plain(cfg, ranks)
+        trace = trace_second_step(tracker, state, more.batch, more.frozen, from_zeros)
     num_layers = state.model.config.num_layers
     trace.config = dict(vars(cfg), ranks=ranks, target=target, layers=num_layers)
     return trace
@@ -79,9 +73,10 @@ def on_fake_tensors(
     more: Rehearsal | None = None,
 ) -> Iterator[tuple[Tracker, step.TrainState]]:
     """A tracker, and what `step.build` makes on rank 0 of `ranks`, as if on the target, with what
-    post-training adds: operators inside the `with` block allocate nothing. `layers` and
-    `every_tile` are those of `simulate`.
+    `more` adds: operators inside the `with` block allocate nothing. `layers` and `every_tile` are
+    those of `simulate`.
     """
+    more = more or Rehearsal(cfg, ranks, every_tile)
     config = cfg.model()
     if layers:
         config = dataclasses.replace(config, num_layers=layers)
@@ -94,37 +89,27 @@ def on_fake_tensors(
         context_mesh = dist.context_mesh(world, CPU, cfg.context_ranks)
         tracker = Tracker(Workspaces(target), fake=True)
         skeleton = step.skeleton(cfg, config, mesh, context_mesh)
-        if more is not None:
-            more.skeletons(config, mesh)
+        more.skeletons(config, mesh)
 
         fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
         on_target = predicting(target, tracker, every_tile)
         repeats = deterministic(cfg.deterministic and target == "cuda")
         with fake_tensors, on_target, repeats, tracker:
             state = step.fill(skeleton, cfg, "cpu", world, mesh)
-            if more is not None:
-                more.begin(tracker, state)
+            more.begin(tracker, state)
             yield tracker, state
 
 
-def trace_real_run(
-    cfg: TrainConfig, make_batch: MakeBatch | None = None, world: dist.World = step.ONE_PROCESS
-) -> Trace:
-    """The same trace from a real run on this machine's CPU; a step of post-training makes its own
-    batches.
-    """
+def trace_real_run(cfg: TrainConfig, world: dist.World = step.ONE_PROCESS) -> Trace:
+    """The same trace from a real run on this machine's CPU."""
     tracker = Tracker(Workspaces("cpu"))
     mesh = dist.data_mesh(world, CPU, cfg.dp_replicate)
     more = rehearsal(cfg, world.size, every=True)
-    if more is not None:
-        more.skeletons(cfg.model(), mesh)
+    more.skeletons(cfg.model(), mesh)
     with tracker:
         state = step.build(cfg, cfg.model(), "cpu", world, mesh)
-        if more is not None:
-            more.begin(tracker, state)
-            trace = trace_second_step(tracker, state, more.batch, more.frozen)
-        else:
-            trace = trace_second_step(tracker, state, make_batch)
+        more.begin(tracker, state)
+        trace = trace_second_step(tracker, state, more.batch, more.frozen)
     layers = state.model.config.num_layers
     trace.config = dict(vars(cfg), ranks=world.size, target="cpu", layers=layers)
     return trace
@@ -168,7 +153,9 @@ def trace_second_step(
 
 def _is_plain(cfg: TrainConfig, ranks: int) -> bool:
     """Whether a first step leaves nothing but an optimizer state of each parameter."""
-    return ranks == 1 and cfg.attention_type in PLAIN and not cfg.optimizer_in_backward
+    if isinstance(cfg, PolicyConfig) or cfg.optimizer_in_backward:
+        return False
+    return ranks == 1 and cfg.attention_type in PLAIN
 
 
 def _make_states(state: step.TrainState) -> None:
@@ -179,71 +166,3 @@ def _make_states(state: step.TrainState) -> None:
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.checked = True
-
-
-# ---- batches
-
-
-def row_batch(cfg: TrainConfig, ranks: int = 1) -> list[step.MicroBatch]:
-    """One step's micro-batches as the trainer makes them, on the CPU: every row is one document,
-    all labels are valid.
-    """
-    return _batch(cfg.accumulation(ranks) * cfg.batch_size, cfg.context_length, cfg.batch_size)
-
-
-def _batch(rows: int, tokens: int, size: int) -> list[step.MicroBatch]:
-    """`rows` rows of `tokens` tokens, in micro-batches of `size` rows."""
-    shape = (rows, tokens)
-    whole = Batch(
-        tokens=np.zeros(shape, dtype=np.int64),
-        labels=np.zeros(shape, dtype=np.int64),
-        positions=np.zeros(shape, dtype=np.int64),
-        doc_ids=np.zeros(shape, dtype=np.int32),
-    )
-    batch = step.micro_batches(whole, size, CPU)
-    # without document ids, a row of one document takes the same path
-    return [micro | {"doc_ids": None} for micro in batch]
-
-
-class FewOfMany(list):
-    """The micro-batches of a step that run, and the bytes of the others, which are alike."""
-
-    def __init__(self, running: list[step.MicroBatch], others: int):
-        super().__init__(running)
-        size = others * sum(tensor.nbytes for tensor in tensors_of(running[:1]))
-        self.others = torch.empty(size, dtype=torch.uint8, device="cpu")
-
-
-def tensors_of(batch: list[step.MicroBatch]) -> Iterator[torch.Tensor]:
-    """Every tensor of a step's micro-batches."""
-    if isinstance(batch, FewOfMany):
-        yield batch.others
-    for micro in batch:
-        for value in micro.values():
-            if isinstance(value, OnHost):
-                yield value.tensor
-            elif isinstance(value, torch.Tensor):
-                yield value
-
-
-def fake_batch(cfg: TrainConfig, ranks: int, every: bool = True) -> list[step.MicroBatch]:
-    """`row_batch` on fake tensors, made from rows of one token, so that nothing long exists.
-
-    Without `every`, of more than four micro-batches four run, or three: an even number of them is
-    added in pairs.
-    """
-    number = cfg.accumulation(ranks)
-    running = number if every or number <= MICRO_BATCHES else MICRO_BATCHES - number % 2
-    short = _batch(running * cfg.batch_size, 1, cfg.batch_size)
-    found = [
-        {name: _stretched(value, cfg.context_length) for name, value in micro.items()}
-        for micro in short
-    ]
-    return found if running == number else FewOfMany(found, number - running)
-
-
-def _stretched(value: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
-    """A tensor like `value`, without values, whose rows have `tokens` tokens."""
-    if value is None:
-        return None
-    return torch.empty((len(value), tokens), dtype=value.dtype, device="cpu")

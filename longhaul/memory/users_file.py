@@ -132,7 +132,7 @@ class ToldInOneLine:
         if isinstance(error, SyntaxError):  # is raised where the file is read
             file = Path(error.filename or "the file").name
             raise Failed(f"{file}:{error.lineno or 1}: {described(error)}") from error
-        lines = _users_lines(raised)
+        lines = lines_of(raised, _is_users)
         callers = lines[1 : MOST_CALLERS + 1]
         called = f" (called at {', '.join(callers)})" if callers else ""
         if lines:
@@ -147,12 +147,16 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
-def _users_lines(raised: TracebackType | None) -> list[str]:
-    """The user's lines that were running, each once, innermost first."""
+def lines_of(raised: TracebackType | None, is_wanted: Callable[[str], bool]) -> list[str]:
+    """The lines of such files that were running, each once, innermost first."""
     found = []
     while raised:
         file = raised.tb_frame.f_code.co_filename
-        if not file.startswith((PACKAGES, LIBRARY, *OURS, "<")):
+        if is_wanted(file):
             found.append(f"{Path(file).name}:{raised.tb_lineno}")
         raised = raised.tb_next
     return list(dict.fromkeys(reversed(found)))
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((PACKAGES, LIBRARY, *OURS, "<"))

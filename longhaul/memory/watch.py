@@ -15,6 +15,7 @@ from base.machine import peak_memory_gib
 from longhaul.config import TrainConfig
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
+from longhaul.memory.needs import WARM_UP
 from longhaul.memory.stages import StagePeaks, telling
 from longhaul.step import TrainState
 from model import GIB
@@ -95,16 +96,17 @@ def warning(plan: planner.Plan, step: int, watch: Watch) -> str | None:
     stage = watch.peak_stage
     return (
         f"warning: a step takes {100 * surprise:+.1f}% of memory against its plan; its peak is in "
-        f"{stage}, for which {planned_gib(plan, plan.live.get(stage, 0)):.2f} GiB were planned: "
+        f"{stage}, for which {planned_gib(plan, plan.needs.stages.get(stage, 0)):.2f} GiB were "
+        "planned: "
         "`python profile_memory.py --measure` with the same flags compares the tensors"
     )
 
 
 def _sizes(plan: planner.Plan, step: int) -> tuple[float, float]:
     """(planned, measured) GiB after so many steps."""
-    in_warm_up = plan.warm_up is not None and step <= plan.cfg.dense_steps
-    planned = planned_gib(plan, plan.warm_up.peak if in_warm_up else plan.peak)
-    return planned, peak_memory_gib(plan.device)
+    in_warm_up = step <= plan.cfg.dense_steps
+    planned = plan.needs.stages[WARM_UP] if in_warm_up else plan.peak
+    return planned_gib(plan, planned), peak_memory_gib(plan.device)
 
 
 # ---- when memory runs out
@@ -147,14 +149,14 @@ def report(plan: planner.Plan, watch: Watch, error: BaseException) -> str:
     else:
         words = f"{nearest.needed_gib:.2f} GiB planned, {nearest.costs()}"
         rows.append(f"smallest change that fits ({words}):")
-        rows.append(planner.command(nearest.asked, plan.world, nearest.shutdown_timeout))
+        rows.append(nearest.command())
     return "\n".join(rows)
 
 
 def _stage_rows(plan: planner.Plan, watch: Watch) -> list[str]:
     without_tensors = planned_gib(plan, 0)  # the process itself, on a CPU
     rows = []
-    stages = plan.live
+    stages = plan.needs.stages
     for stage in dict.fromkeys([*watch.peaks, *stages]):
         planned = "-"
         if stage in stages:

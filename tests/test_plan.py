@@ -311,7 +311,7 @@ def test_the_last_lever_allows_one_rank_per_row_and_the_one_before_two(monkeypat
         gradient_checkpointing="full",
         mlp_tiles=0,
         offload_activations=True,
-        offload_optimizer=True,
+        master_weights="host",
     )
 
     def planned(cfg: TrainConfig, available: float) -> planner.Plan:

@@ -243,9 +243,16 @@ def main(args: list[str] | None = None) -> int:
         check_question(cfg)
         with door.apart_from_json(cfg.json):
             return answer(cfg)
-    except (ValueError, OSError) as error:  # an OSError names the file that cannot be written
-        print(f"profile_memory.py: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    except ValueError as error:
+        return refuse(str(error))
+    except OSError as error:  # mostly of a file that cannot be written
+        return refuse(f"{error}: name another file")
+
+
+def refuse(words: str) -> int:
+    """Say in one line why there is no answer; the exit code."""
+    print(f"profile_memory.py: error: {' '.join(words.split())}", file=sys.stderr)
+    return 2
 
 
 def answer(cfg: Profiler) -> int:

@@ -16,14 +16,15 @@ from footprint.report import Report
 def estimate_memory(
     model: nn.Module,
     inputs: object,
-    optimizer: Callable[..., Optimizer] | None = None,
+    optimizer: Optimizer | Callable[..., Optimizer] | None = None,
     loss: Callable[[object], Tensor] | None = None,
     target: str = "cuda",
 ) -> Report:
     """The memory of a training step of `model` on `inputs`, both on the CPU or on meta.
 
-    inputs: a tensor, a tuple of arguments, or a dictionary of named ones. optimizer: a class, or
-    anything that makes an optimizer of parameters; without one nothing is updated. loss: of the
+    inputs: a tensor, a tuple of arguments, or a dictionary of named ones. optimizer: an optimizer
+    of the model's parameters, of whose class another is made with its options, or anything that
+    makes one of parameters; without one nothing is updated. loss: of the
     model's output; else its `loss`, or the mean of its first tensor. If nothing is trained, the
     forward alone. Model and inputs stay as they are.
     """
@@ -41,7 +42,10 @@ def estimate_memory(
 
         def build() -> tuple[nn.Module, Optimizer | None]:
             fakes = _without_values(model)
+            replaced = {tensor: fakes[name] for name, tensor in model.named_parameters()}
             swapped.enter_context(_reparametrize_module(model, fakes, tie_weights=True))
+            if isinstance(optimizer, Optimizer):
+                return model, _same_kind(optimizer, replaced)
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             return model, optimizer(trained) if optimizer else None
 
@@ -52,6 +56,20 @@ def _call(model: nn.Module, inputs: object) -> object:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def _same_kind(optimizer: Optimizer, replaced: Mapping[Tensor, Tensor]) -> Optimizer:
+    """A new optimizer of the same class and options, of what replaces its parameters."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter not in replaced for parameter in held):
+        raise ValueError(
+            "the optimizer holds parameters of another model: make it of model.parameters()"
+        )
+    groups = [
+        group | {"params": [replaced[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return type(optimizer)(groups)
 
 
 def _usual_loss(output: object) -> Tensor:

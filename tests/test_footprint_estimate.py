@@ -54,6 +54,26 @@ def test_a_model_on_meta_takes_the_same_as_one_on_the_cpu():
     assert next(on_meta.parameters()).is_meta
 
 
+def test_an_optimizer_that_is_there_is_one_of_the_same_class_and_options():
+    model, inputs = Transformer(), tokens()[0].contiguous()
+    head, *others = model.parameters()
+    groups = [{"params": [head], "momentum": 0.9}, {"params": others}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    report = estimate_memory(model, inputs, optimizer, loss)
+
+    def plain(parameters):
+        head, *others = parameters
+        return torch.optim.SGD([{"params": [head], "momentum": 0.9}, {"params": others}], lr=0.1)
+
+    assert report.peak == estimate_memory(model, inputs, plain, loss).peak
+    assert report.peak > estimate_memory(model, inputs, torch.optim.SGD, loss).peak
+    assert optimizer.param_groups[0]["params"][0] is head and not optimizer.state
+
+    foreign = torch.optim.SGD(Transformer().parameters())
+    with pytest.raises(ValueError, match="make it of model.parameters"):
+        estimate_memory(model, inputs, foreign, loss)
+
+
 def test_buffers_follow_the_step_and_stay_as_they_are():
     model, (pixels, _) = convolutions(), images()
     report = estimate_memory(model, (pixels,), torch.optim.SGD)

@@ -196,9 +196,7 @@ def test_a_vocabulary_with_padding_is_predicted_to_the_byte(changes, monkeypatch
     "changes",
     [
         dict(max_new_tokens=9, gradient_accumulation_steps=2),
-        dict(max_new_tokens=32, context_length=41),
         dict(method="reinforce", max_new_tokens=32),
-        dict(method="ste", gradient_checkpointing="none", model_overrides=("num_layers=2",)),
         dict(vocab_size=32_000, device="cuda", dtype="bf16"),
     ],
     ids=str,

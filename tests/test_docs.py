@@ -165,7 +165,9 @@ import torch
 from torch import nn
 model = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 100))
 inputs = torch.randint(100, (2, 8))
-optimizer = torch.optim.AdamW
+optimizer = torch.optim.AdamW(model.parameters())
+def my_loss(logits):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), inputs.flatten())
 q_BTHK = torch.randn(1, 256, 4, 32)
 k_BSGK = torch.randn(1, 256, 2, 32)
 v_BSGK = torch.randn(1, 256, 2, 32)

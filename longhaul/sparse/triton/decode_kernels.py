@@ -85,7 +85,6 @@ def tile_kernel(
     valid = m < M
     q_tile = load_rows(q_ptr, head, valid, K, KP)
     k_tile = load_rows(k_ptr, row, seen, K, KP)
-    v_tile = load_rows(v_ptr, row, seen, K, KP)
     logits = product(q_tile, tl.trans(k_tile)) * scale2
     logits = tl.where(seen[None, :], logits, float("-inf"))
     if logits_ptr is not None:
@@ -99,6 +98,7 @@ def tile_kernel(
     part = (x * parts + first + i) * M + m
     tl.store(part_lse_ptr + part, top + tl.log2(mass), mask=valid)
     some = tl.where(mass == 0, 1.0, mass)
+    v_tile = load_rows(v_ptr, row, seen, K, KP)
     o = product(p.to(v_tile.dtype), v_tile) / some[:, None]
     store_rows(part_o_ptr, part, valid, o, K, KP)
 

@@ -125,7 +125,7 @@ def test_solve_names_the_hosts_share_of_what_it_proposes():
     answer = solve.solve(cfg, "levers", 4.5, 1)
     assert answer.verdict is Verdict.AFTER_CHANGES
     *_, time, command = answer.text.splitlines()
-    assert "--offload" in command and "host memory: " in time
+    assert "--master_weights host" in command and "host memory: " in time
 
 
 @pytest.mark.parametrize("mode, ranks, groups", [("gather_kv", 16, 8), ("ulysses", 4, 2)])

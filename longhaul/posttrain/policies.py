@@ -161,10 +161,8 @@ def load_reward(
     return model
 
 
-class IntuitorSource:
-    """Groups of responses that the policy samples, and how it answers validation prompts."""
-
-    reads_ahead = False  # a batch is sampled by the weights of its step
+class PolicySource:
+    """What both sources of batches have; each says how it evaluates validation prompts."""
 
     def __init__(
         self,
@@ -174,16 +172,35 @@ class IntuitorSource:
     ):
         self.ready = ready
         self.state = state
-        self.cfg: IntuitorConfig = ready.cfg
+        self.cfg = ready.cfg
         self.rows: Prompts = ready.loader
+        self.drawn = drawn_ids(ready.dataset)
 
+    def open(self, log):
+        self.log = log
+        if self.cfg.eval_every and self.state.step == 0:
+            self.evaluate()  # what the later validations are compared with
+
+
+class IntuitorSource(PolicySource):
+    """Groups of responses that the policy samples, and how it answers validation prompts."""
+
+    cfg: IntuitorConfig
+    reads_ahead = False  # a batch is sampled by the weights of its step
+
+    def __init__(
+        self,
+        ready,
+        state: TrainState,
+        must_stop: MustStop,
+    ):
+        super().__init__(ready, state, must_stop)
         self.reference, self.frozen = None, {}
         if self.cfg.needs_reference:
             self.reference, self.frozen = load_reference(ready, state)
         self.objective = PolicyObjective(self.cfg.policy_loss(), self.reference)
         state.objective = self.objective
 
-        self.drawn = drawn_ids(ready.dataset)
         sampling = self.cfg.sampling(ready.dataset.eod_id, self.drawn)
         self.asked = self.cfg.validation_sampling(sampling)
         self.answers = intuitor.Answers.of(ready.dataset)
@@ -212,12 +229,10 @@ class IntuitorSource:
         )
 
     def open(self, log):
-        self.log = log
         log.say(intuitor.vocabulary_choice(self.ready.config.vocab_size, self.drawn))
         if self.reference is None:
             log.say("the KL is not measured, because no reference is held: --keep_reference")
-        if self.cfg.eval_every and self.state.step == 0:
-            self.evaluate()  # what the later validations are compared with
+        super().open(log)
 
     # ---- a step
 
@@ -268,9 +283,10 @@ class IntuitorSource:
         self.log.figures(self.state.step, "validation", shown)
 
 
-class GradeSource:
+class GradeSource(PolicySource):
     """Prompts whose responses a reward model judges."""
 
+    cfg: GradeConfig
     reads_ahead = True  # prompts only: responses are made inside the loss
 
     def __init__(
@@ -279,11 +295,7 @@ class GradeSource:
         state: TrainState,
         must_stop: MustStop,
     ):
-        self.ready = ready
-        self.state = state
-        self.cfg: GradeConfig = ready.cfg
-        self.rows: Prompts = ready.loader
-        self.drawn = drawn_ids(ready.dataset)
+        super().__init__(ready, state, must_stop)
         self.settings = self.cfg.settings(ready.dataset.eod_id, self.drawn)
 
         self.reference, reference = load_reference(ready, state)
@@ -297,10 +309,8 @@ class GradeSource:
         state.objective = self.objective
 
     def open(self, log):
-        self.log = log
         log.say(grade.vocabulary_choice(self.ready.config.vocab_size, self.drawn))
-        if self.cfg.eval_every and self.state.step == 0:
-            self.evaluate()  # what the later validations are compared with
+        super().open(log)
 
     def load(self, index: int) -> tuple[None, list[MicroBatch]]:
         """This rank's prompts of a step, each with the seed of its noise."""

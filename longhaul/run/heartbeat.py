@@ -178,15 +178,14 @@ def main_thread_place() -> str:
     """File, line and function of the main thread's innermost frame, and the frame of this
     repository that led to it.
     """
-    frame = sys._current_frames()[threading.main_thread().ident]
-    places = [(Path(call.filename), call) for call in traceback.extract_stack(frame)]
+    calls = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+    paths = [Path(call.filename) for call in calls]
     ours = [
         call
-        for path, call in places
+        for call, path in zip(calls, paths, strict=True)
         if path.is_relative_to(ROOT) and "site-packages" not in path.parts
     ]
-    calls = [places[-1][1], *ours[-1:]]
-    words = [f"{call.filename}:{call.lineno} {call.name}" for call in calls]
+    words = [f"{call.filename}:{call.lineno} {call.name}" for call in (calls[-1], *ours[-1:])]
     return ", called from ".join(dict.fromkeys(words))
 
 

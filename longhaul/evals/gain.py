@@ -33,8 +33,7 @@ from longhaul.evals.intervals import Interval, bootstrap
 from longhaul.evals.score import Item, MustStop, Scorer, Scores, score_all
 from model import IGNORE
 
-SHORT = 4096
-STRIDE_SHARE = 4  # the stride is this part of the short context: each token is read 4 times
+SHARE = 4  # the short context is a quarter of the full one, and its stride a quarter of it again
 KEY_NATS = 2.0  # alpha and -beta of LongPPL
 
 Place = tuple[int, int]  # document of the split, and the token of it at which a row begins
@@ -45,8 +44,8 @@ Ask = Callable[[Sequence[Item]], list[Scores] | None]
 class Window:
     """The short context, and what counts as a far copy."""
 
-    short: int = SHORT
-    stride: int = SHORT // STRIDE_SHARE
+    short: int
+    stride: int
     ngram: int = NGRAM
 
     def __post_init__(self):
@@ -63,17 +62,16 @@ class Window:
 
     @classmethod
     def within(cls, context: int) -> "Window":
-        """4,096 tokens, but at most a quarter of the context, so that there is something to gain.
-
-        ValueError for a context below 16 tokens.
+        """A quarter of the context, whatever its length: what gains by the full context reads
+        further back than that. ValueError for a context below 16 tokens.
         """
-        short = min(SHORT, context // 4)
-        if short < STRIDE_SHARE:
+        short = context // SHARE
+        if short < SHARE:
             raise ValueError(
                 f"a context of {context} tokens is too short to compare with a shorter one: give "
-                f"at least {4 * STRIDE_SHARE}"
+                f"at least {SHARE * SHARE}"
             )
-        return cls(short, short // STRIDE_SHARE)
+        return cls(short, short // SHARE)
 
     @property
     def least(self) -> int:
@@ -198,8 +196,8 @@ def measure(
 
     known: losses of rows that another pass has scored already (`known_losses`). key_tokens: also
     over the key tokens of LongPPL's rule, loss_short - loss_full > 2 nats and loss_full < 2 nats,
-    which this model itself chooses. Source: Fang et al., arXiv 2410.23771 (their windows hold 4,096
-    to 5,120 tokens before a counted one).
+    which this model itself chooses. Source: Fang et al., arXiv 2410.23771 (their short context is
+    4,096 tokens).
     """
     ask = functools.partial(
         score_all, scorer, world=world, ranks_per_row=ranks_per_row, must_stop=must_stop

@@ -259,8 +259,8 @@ def _gains(corpora: Sequence[Corpus], asked: Asked) -> dict[str, Measure]:
     if not prepared:
         raise ValueError(
             f"no validation document has more than {window.least:,} tokens, so nothing compares a "
-            f"context of {window.short:,} with a longer one: leave it out, or prepare the data "
-            "with longer documents"
+            f"context of {window.short:,} with a longer one: leave it out, or measure at a shorter "
+            "context or with longer documents"
         )
     return prepared
 

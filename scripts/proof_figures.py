@@ -58,7 +58,7 @@ RETRIEVAL = (
 
 # The gain of this context over the short one must not be 0 by chance.
 GAIN = "text-gain"
-SHORT = 64
+SHORT = 128
 CONTEXT = 256
 
 # PROOF=convert: the last ones are held to the first ones, of standard attention.

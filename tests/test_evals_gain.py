@@ -377,12 +377,11 @@ def test_a_sample_that_cannot_be_is_refused():
 
 
 def test_the_default_window_follows_the_context():
-    assert Window.within(131_072) == Window(32_768, 8_192, 8)
-    assert Window.within(16_384) == Window(4096, 1024, 8)
-    assert Window.within(1024) == Window(256, 64, 8)
-    assert Window.within(16) == Window(4, 1, 8)
-    with pytest.raises(ValueError, match="a context of 15 tokens is too short .* at least 16"):
-        Window.within(15)
+    assert Window.within(131_072) == Window(65_536, 16_384, 8)
+    assert Window.within(1024) == Window(512, 128, 8)
+    assert Window.within(8) == Window(4, 1, 8)
+    with pytest.raises(ValueError, match="a context of 7 tokens is too short .* at least 8"):
+        Window.within(7)
 
 
 # --------------------------------------------------------------------------- a real model

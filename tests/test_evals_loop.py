@@ -132,8 +132,8 @@ def test_the_gain_takes_the_losses_that_the_first_pass_has_found(corpus):
     both = Uniform()
     Measures([corpus], asked(names=("loss", "gain"), rows=rows)).run(both)
     passes = len(position.Rows(corpus.dataset, CONTEXT, rows))
-    again = len([length for length in both.lengths[passes:] if length > CONTEXT // 4])
-    assert len([length for length in scorer.lengths if length > CONTEXT // 4]) > 0 == again
+    again = len([length for length in both.lengths[passes:] if length > CONTEXT // 2])
+    assert len([length for length in scorer.lengths if length > CONTEXT // 2]) > 0 == again
 
 
 class ByToken(Uniform):
@@ -200,14 +200,14 @@ def test_what_cannot_be_measured_is_left_out_with_its_reason_or_refused(tmp_path
     prepared = Measures([short], asked(names=("loss", "gain", "retrieval"), lengths=()))
     report = prepared.run(Uniform())
     assert report.found.keys() == {"loss"}
-    assert "no validation document has more than 40 tokens" in report.lines()[-2]
+    assert "no validation document has more than 80 tokens" in report.lines()[-2]
     assert "no length is at most 128 tokens" in report.lines()[-1]
     with pytest.raises(ValueError, match="gain cannot be measured: .*: leave it out, or"):
         prepared.require()
 
     Measures([corpus], asked()).require()
-    with pytest.raises(ValueError, match="a context of 12 tokens is too short"):
-        Measures([corpus], asked(names=("gain",), context_length=12)).require()
+    with pytest.raises(ValueError, match="a context of 7 tokens is too short"):
+        Measures([corpus], asked(names=("gain",), context_length=7)).require()
     with pytest.raises(ValueError, match="more than a context of 20"):
         Measures([corpus], asked(names=("retrieval",), lengths=(20,))).require()
     with pytest.raises(ValueError, match="prepare the data with --val_fraction"):
@@ -371,7 +371,7 @@ def test_a_stage_is_evaluated_at_its_own_context_and_base(dataset, tmp_path, cap
     first, last = records(out)
     assert first["loss"]["set"]["by_position"][-1]["last"] == 32
     assert last["loss"]["set"]["by_position"][-1]["last"] == 128
-    assert (first["gain"]["set"]["short"], last["gain"]["set"]["short"]) == (8, 32)
+    assert (first["gain"]["set"]["short"], last["gain"]["set"]["short"]) == (16, 64)
     assert first["left_out"]["retrieval"].startswith("multikey has needles and questions of 99")
     assert last["left_out"] == {}
     assert [one["task"] for one in last["retrieval"]["scores"]] == [*tasks.TASKS]
@@ -387,7 +387,7 @@ def test_a_stage_is_evaluated_at_its_own_context_and_base(dataset, tmp_path, cap
     [
         ("--evals gain,retreival", "did you mean retrieval?"),
         ("--context_length 20 --evals retrieval", "more than a context of 20: give lengths of"),
-        ("--context_length 8 --evals gain", "a context of 8 tokens is too short"),
+        ("--context_length 7 --evals gain", "a context of 7 tokens is too short"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_written(

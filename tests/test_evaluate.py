@@ -232,9 +232,9 @@ def test_a_corpus_without_validation_split_needs_no_context():
 
 
 def test_what_the_data_do_not_allow_is_left_out_with_the_reason(folder, capsys):
-    words = f"--checkpoint {folder}/a --device cpu --batches 1 --context_length 12"
+    words = f"--checkpoint {folder}/a --device cpu --batches 1 --context_length 7"
     said = " ".join(printed(capsys, words).split())
-    assert "left out gain: a context of 12 tokens is too short" in said
+    assert "left out gain: a context of 7 tokens is too short" in said
     assert "left out retrieval: " in said
 
 

@@ -33,7 +33,7 @@ from longhaul.evals.intervals import Interval, bootstrap
 from longhaul.evals.score import Item, MustStop, Scorer, Scores, score_all
 from model import IGNORE
 
-SHARE = 4  # the short context is a quarter of the full one, and its stride a quarter of it again
+STRIDE_SHARE = 4  # the stride is this part of the short context
 KEY_NATS = 2.0  # alpha and -beta of LongPPL
 
 Place = tuple[int, int]  # document of the split, and the token of it at which a row begins
@@ -62,16 +62,16 @@ class Window:
 
     @classmethod
     def within(cls, context: int) -> "Window":
-        """A quarter of the context, whatever its length: what gains by the full context reads
-        further back than that. ValueError for a context below 16 tokens.
+        """Half of the context: a gain says that its other half is read. ValueError for a context
+        below 8 tokens.
         """
-        short = context // SHARE
-        if short < SHARE:
+        short = context // 2
+        if short < STRIDE_SHARE:
             raise ValueError(
                 f"a context of {context} tokens is too short to compare with a shorter one: give "
-                f"at least {SHARE * SHARE}"
+                f"at least {2 * STRIDE_SHARE}"
             )
-        return cls(short, short // SHARE)
+        return cls(short, short // STRIDE_SHARE)
 
     @property
     def least(self) -> int:

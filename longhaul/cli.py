@@ -32,8 +32,6 @@ def flag(
     group: str = "",
     at_least: float | None = None,
     at_most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
     decimals: int | None = None,
     without: tuple[str, ...] = (),
 ) -> Any:
@@ -41,7 +39,7 @@ def flag(
 
     bare: the value of the flag if it is given without one. many: the flag takes several values.
     without: a value, and the flags that stand for it, each without a value of its own. at_least,
-    at_most, above, below, decimals: the range of a number, which `check_ranges` checks.
+    at_most, decimals: the range of a number, which `check_ranges` checks.
     """
     metadata = dict(
         help=help,
@@ -52,8 +50,6 @@ def flag(
         group=group,
         at_least=at_least,
         at_most=at_most,
-        above=above,
-        below=below,
         decimals=decimals,
         without=without,
     )
@@ -129,7 +125,7 @@ def build_parser(cls: type, description: str = "") -> RaisingParser:
         usage="%(prog)s [--flag value ...]",
         description=description,
         epilog=vars(cls).get("EXAMPLES"),
-        formatter_class=_HelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         our_name=our_name,
     )
     sentences = getattr(cls, "GROUPS", {})
@@ -143,17 +139,6 @@ def build_parser(cls: type, description: str = "") -> RaisingParser:
             groups[title] = parser.add_argument_group(title, sentences.get(title))
         _add_flag(groups[title], spec)
     return parser
-
-
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of the examples, and names the values once behind all spellings of a flag."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        spellings = ", ".join(action.option_strings)
-        if action.nargs == 0:
-            return spellings
-        placeholder = self._get_default_metavar_for_optional(action)
-        return f"{spellings} {self._format_args(action, placeholder)}"
 
 
 def _add_flag(group: argparse._ArgumentGroup, spec: Field) -> None:
@@ -197,7 +182,13 @@ def _values_of(spec: Field) -> dict[str, Any]:
 class _Switch(argparse.Action):
     """--name sets True, --no_name sets False."""
 
-    def __call__(self, parser, namespace, values, option_string=None):
+    def __call__(
+        self,
+        parser,
+        namespace,
+        values,
+        option_string=None,
+    ):
         setattr(namespace, self.dest, not option_string.startswith("--no_"))
 
 
@@ -279,8 +270,6 @@ def require(cfg: Any, *names: str) -> None:
 BOUNDS = {
     "at_least": ("of at least", operator.ge),
     "at_most": ("of at most", operator.le),
-    "above": ("above", operator.gt),
-    "below": ("below", operator.lt),
     "decimals": ("whose decimals are at most", lambda value, most: round(value, most) == value),
 }
 

@@ -298,14 +298,6 @@ def barrier(group=None) -> None:
         torch.distributed.barrier(group)
 
 
-class Refusal(ValueError):
-    """An error of rank 0 as the other ranks raise it, with its exit code."""
-
-    def __init__(self, message: str, exit_code: int):
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 def on_rank0(function: Callable[[], Any], world: World) -> Any:
     """The result of `function()`, which only rank 0 calls, on every rank.
 
@@ -328,7 +320,7 @@ def on_rank0(function: Callable[[], Any], world: World) -> Any:
     if error is not None:
         raise error
     if refusal is not None:
-        raise Refusal(*refusal)
+        raise Halt(*refusal)
     return result
 
 

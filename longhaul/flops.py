@@ -20,7 +20,7 @@ from data.progress import duration
 from longhaul import kernels
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
-from model import ModelConfig, RotaryCache, Standard
+from model import ModelConfig, Standard
 
 # What a dense bf16 step reaches on an H100, about 40% of its peak; fp32 reaches half of it.
 GPU_FLOPS = 400e12
@@ -157,19 +157,14 @@ def warm_up_seconds(cfg: TrainConfig, config: ModelConfig, ranks: int, device: s
     return _seconds_for(done, cfg, dense, device) / ranks
 
 
-def longest_step(cfg: TrainConfig, config: ModelConfig, ranks: int, device: str) -> float:
-    """Seconds of the step that takes most."""
-    return max(count(cfg, config, ranks, device) for count in (step_seconds, warm_up_seconds))
-
-
 def _seconds_for(
     operations: Operations, cfg: TrainConfig, config: ModelConfig, device: str
 ) -> float:
     """Time of one rank for so many operations."""
     products, attention = operations
     if device == "cpu":
-        seconds = products / products_speed(config)
-        return seconds + attention / attention_speed(config, cfg.context_length)
+        in_attention = attention / attention_speed(config, cfg.context_length)
+        return products / products_speed(config) + in_attention
 
     speed = GPU_FLOPS if cfg.dtype == "bf16" else GPU_FLOPS * 0.5
     return (products + attention) / speed
@@ -199,18 +194,13 @@ def time_words(seconds: float, steps: int, device: str, untimed: str = "") -> st
 
 
 def products_speed(config: ModelConfig) -> float:
-    """FLOP/s of this process in everything but attention, for a model like `config`."""
-    width = WIDEST if config.hidden_size >= WIDEST else 256
-    return _products_speed(config.compute_dtype, width)
+    """FLOP/s of this process in everything but attention, for a model like `config`.
 
-
-@functools.cache
-def _products_speed(dtype: str, width: int) -> float:
-    """Measured with a decoder of one layer and rows of so few tokens that attention hardly counts.
-
-    Its share of products, norms, activations and loss is that of the presets.
+    Measured with a decoder whose share of products, norms, activations and loss is that of the
+    presets, and rows of so few tokens that attention hardly counts.
     """
-    config = ModelConfig(
+    width = WIDEST if config.hidden_size >= WIDEST else 256
+    narrow = ModelConfig(
         vocab_size=8 * width,
         hidden_size=width,
         num_layers=1,
@@ -218,14 +208,9 @@ def _products_speed(dtype: str, width: int) -> float:
         num_kv_heads=width // 128,
         head_dim=32,
         ffn_size=3 * width,
-        compute_dtype=dtype,
+        compute_dtype=config.compute_dtype,
     )
-    decoder = kernels.decoder(config)
-    decoder.init_weights(seed=0)
-    tokens_BT = torch.zeros(ROWS, ROW_TOKENS, dtype=torch.long, device="cpu")
-
-    operations = train_operations(config, tokens_BT.numel(), 0.0)
-    return operations.products / _seconds(lambda: decoder(tokens_BT, tokens_BT).backward())
+    return _speeds(narrow, ROWS, ROW_TOKENS).products
 
 
 def attention_speed(config: ModelConfig, tokens: int) -> float:
@@ -236,33 +221,28 @@ def attention_speed(config: ModelConfig, tokens: int) -> float:
     """
     one_group = dataclasses.replace(
         config,
-        vocab_size=1,
+        vocab_size=8,
         hidden_size=64,
-        ffn_size=1,
+        ffn_size=64,
         num_layers=1,
         num_heads=config.num_heads // config.num_kv_heads,
         num_kv_heads=1,
         kernels="auto",
     )
     power_of_two = 1 << (tokens - 1).bit_length()
-    return _attention_speed(one_group, min(power_of_two, LONGEST))
+    return _speeds(one_group, 1, min(power_of_two, LONGEST)).attention
 
 
 @functools.cache
-def _attention_speed(config: ModelConfig, tokens: int) -> float:
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    layer = config.attention.layer(config, kernels.choose(config))
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=config.init_std, generator=generator)
+def _speeds(config: ModelConfig, rows: int, tokens: int) -> Operations:
+    """The operations of a forward and backward, each kind of them over the time of both."""
+    decoder = kernels.decoder(config)
+    decoder.init_weights(seed=0)
+    tokens_BT = torch.zeros(rows, tokens, dtype=torch.long, device="cpu")
 
-    shape = (1, tokens)
-    x_BTD = torch.randn(*shape, config.hidden_size, generator=generator, device="cpu")
-    x_BTD = x_BTD.to(config.dtype)
-    rope = RotaryCache(config)(tokens, x_BTD.device)
-    rows = layer.rows(None, shape, x_BTD.device)
-
-    operations = train_operations(config, 0, pairs(config, tokens))
-    return operations.attention / _seconds(lambda: layer(x_BTD, rope, rows).sum().backward())
+    seconds = _seconds(lambda: decoder(tokens_BT, tokens_BT).backward())
+    operations = train_operations(config, rows * tokens, rows * pairs(config, tokens))
+    return Operations(*(count / seconds for count in operations))
 
 
 def _seconds(step: Callable[[], object]) -> float:

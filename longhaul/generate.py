@@ -152,7 +152,11 @@ def prompt_part(config: ModelConfig, length: int) -> int:
 
 
 def _choose(
-    logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+    logits_V: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    generator: torch.Generator,
 ) -> Tensor:
     """The next token [1], on the device; NO_TOKEN if there are no probabilities. Drawn from NaN, a
     token would end the process on CUDA.

@@ -224,25 +224,20 @@ def sparse_core(config: ModelConfig) -> Callable:
             "compute_dtype='float64' is not supported with attention_type='nsa': use float32, "
             "bfloat16 or float16"
         )
+    fused = functools.partial(nsa_attention, fused=True)
     if config.kernels == "triton":
-        return triton_sparse_core(config)
+        refusal = why_no_triton(config, device=None)
+        if refusal:
+            raise ValueError(refusal)
+        return fused
     if not takes_triton(config):
         return nsa_attention
-    on_cuda = triton_sparse_core(config)
 
     def sparse_attention(q: Tensor, *others: Tensor, **options) -> Tensor | dict[str, Tensor]:
-        chosen = on_cuda if platform().device(q).type == "cuda" else nsa_attention
+        chosen = fused if platform().device(q).type == "cuda" else nsa_attention
         return chosen(q, *others, **options)
 
     return sparse_attention
-
-
-def triton_sparse_core(config: ModelConfig, device: Device | None = None) -> Callable:
-    """The Triton twin of NSA. ValueError with `why_no_triton`, if it cannot run."""
-    refusal = why_no_triton(config, device)
-    if refusal:
-        raise ValueError(refusal)
-    return functools.partial(nsa_attention, fused=True)
 
 
 def takes_triton(config: ModelConfig) -> bool:

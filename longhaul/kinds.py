@@ -170,20 +170,6 @@ class NSAKind(SparseKind):
         return compressed + selected + window
 
 
-# How much of what full attention finds was found by choosing 16 of 256 blocks without training, in
-# `python -m benchmarks.selectors` (docs/SPARSE.md); of bounds by page, of pooled by what it
-# reduces with.
-FOUND = {
-    ("exact", None): "98%",
-    ("bounds", 4): "84%",
-    ("bounds", 8): "62%",
-    ("bounds", 16): "48%",
-    ("pooled", "max"): "15%",
-    ("pooled", "logsumexp"): "17%",
-    ("mean", None): "18%",
-}
-
-
 class SelectedKind(SparseKind):
     """Attention over the blocks that a selector chooses; it has no weights of its own."""
 
@@ -194,14 +180,9 @@ class SelectedKind(SparseKind):
     @classmethod
     def notice(cls, config: ModelConfig) -> str | None:
         sizes = config.attention
-        words = f"{sizes.name} attention reads {sizes.count} blocks of {sizes.block} tokens"
-        variant = getattr(sizes, "page", getattr(sizes, "reduce", None))
-        found = FOUND.get((sizes.name, variant))
-        if found is None:
-            return f"{words}; what it finds at 16 of 256 blocks is not measured"
         return (
-            f"{words}; without training it found {found} of what full attention finds at 16 of 256 "
-            "blocks, for needles of one token in noise of all ids"
+            f"{sizes.name} attention reads {sizes.count} blocks of {sizes.block} tokens; "
+            "docs/SPARSE.md says what such a choice finds"
         )
 
     @classmethod
@@ -242,15 +223,6 @@ class IndexedKind(SelectedKind):
     def check(cls, config: ModelConfig, device: Device | None = None) -> None:
         indexer.check(config)
         super().check(config, device)
-
-    @classmethod
-    def notice(cls, config: ModelConfig) -> str | None:
-        sizes = config.attention
-        return (
-            f"indexed attention reads {sizes.count} blocks of {sizes.block} tokens, which its "
-            "indexer chooses; 64 wide and taught by 0.66M tokens at 16,384, it found 70% of what "
-            "full attention finds there, 98% at 4,096, for needles of one token in noise of all ids"
-        )
 
     @classmethod
     def added_products(cls, config: ModelConfig) -> int:

@@ -34,15 +34,8 @@ def learning_rate(step: int, cfg) -> float:
     # The last step of the run, not the one after it, has the final learning rate.
     last = cfg.max_steps - 1
     done = min(max(step - start, 0) / max(last - start, 1), 1.0)
-    shape = _remaining(schedule.kind, done)
-    return cfg.lr * (schedule.min_ratio + (1 - schedule.min_ratio) * shape)
-
-
-def _remaining(schedule: str, done: float) -> float:
-    """What is left of the decay, from 1 to 0, when the fraction `done` of it is over."""
-    if schedule == "wsd":
-        return 1 - done
-    return (1 + math.cos(math.pi * done)) / 2
+    left = 1 - done if schedule.kind == "wsd" else (1 + math.cos(math.pi * done)) / 2
+    return cfg.lr * (schedule.min_ratio + (1 - schedule.min_ratio) * left)
 
 
 # ---- optimizer

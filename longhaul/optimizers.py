@@ -117,8 +117,9 @@ class EightBit:
         """State tensors of a moment before the first step."""
         blocks = -(-like.shape[-1] // BLOCK)
         shape = (*like.shape[:-1], blocks)
+        zero = 0 if name == "exp_avg_sq" else 127  # the code of 0
         return {
-            name: torch.full_like(like, _zero(name), dtype=torch.uint8),
+            name: torch.full_like(like, zero, dtype=torch.uint8),
             f"{name}_scale": torch.zeros(shape, dtype=torch.float32, device=like.device),
         }
 
@@ -148,7 +149,11 @@ class EightBit:
         blocks = padded.unflatten(-1, (-1, BLOCK))
         scale = blocks.abs().amax(-1)
         code = _code(name, x.device)
-        index = torch.bucketize(_relative(x, scale), _edges(code), out_int32=True)
+        index = torch.bucketize(
+            x / _spread(scale, x).clamp(min=torch.finfo(torch.float32).tiny),  # 0 among zeros
+            (code[1:] + code[:-1]) / 2,  # where one code's values end and the next one's begin
+            out_int32=True,
+        )
         if name == "exp_avg_sq":
             index = torch.where(x > 0, index.clamp_(min=1), index)
 
@@ -156,24 +161,9 @@ class EightBit:
         store(state[f"{name}_scale"][slab], scale, skip)
 
 
-def _relative(x: Tensor, scale: Tensor) -> Tensor:
-    """x over its block's scale; 0 in a block of zeros."""
-    return x / _spread(scale, x).clamp(min=torch.finfo(torch.float32).tiny)
-
-
-def _edges(code: Tensor) -> Tensor:
-    """Where one code's values end and the next one's begin."""
-    return (code[1:] + code[:-1]) / 2
-
-
 def _spread(scale: Tensor, like: Tensor) -> Tensor:
     """The scale of each element."""
     return scale.repeat_interleave(BLOCK, -1)[..., : like.shape[-1]]
-
-
-def _zero(name: str) -> int:
-    """The code of 0."""
-    return 0 if name == "exp_avg_sq" else 127
 
 
 _CODES: dict[tuple, Tensor] = {}
@@ -248,7 +238,10 @@ class AdamW(torch.optim.Optimizer):
         """A parameter's state before its first step: tensors of this rank's shard."""
         like = local_shard(p).detach()
         if self.host:
-            like = _fp32_copy_in_host_memory(like)
+            on_host = torch.empty_like(
+                like, device="meta" if like.is_meta else "cpu", dtype=torch.float32
+            )
+            like = on_host.copy_(like)
 
         moments = self._moments(p)
         state = moments.new("exp_avg", like) | moments.new("exp_avg_sq", like)
@@ -388,11 +381,6 @@ class AdamW(torch.optim.Optimizer):
             store(target[slab], rounded(weight, target.dtype, draw), skip)
 
 
-def _fp32_copy_in_host_memory(x: Tensor) -> Tensor:
-    device = "meta" if x.is_meta else "cpu"
-    return torch.empty_like(x, device=device, dtype=torch.float32).copy_(x)
-
-
 class Muon(AdamW):
     """Muon (Jordan et al. 2024) for the groups marked `muon`, AdamW for the others.
 
@@ -447,13 +435,13 @@ class Muon(AdamW):
         weight.copy_(rounded(wide, weight.dtype, self._draw(p, weight.device)))
 
 
-def orthogonal(x: Tensor, steps: int = 5) -> Tensor:
+def orthogonal(x: Tensor) -> Tensor:
     """About U V^T of x = U S V^T, by Newton-Schulz in bf16; singular values end in 0.7 to 1.2."""
     a, b, c = NEWTON_SCHULZ
     is_tall = x.shape[0] > x.shape[1]  # the smaller of x x^T and x^T x costs less
     y = (x.mT if is_tall else x).bfloat16()
     y = y / (y.norm() + 1e-7)
-    for _ in range(steps):
+    for _ in range(5):
         gram = y @ y.mT
         y = torch.addmm(a * y, torch.addmm(b * gram, gram, gram, beta=1, alpha=c), y)
     return (y.mT if is_tall else y).float()

@@ -232,7 +232,13 @@ def _is_near(value: Any, allowed: Any) -> bool:
     return math.isclose(value, allowed, rel_tol=1e-6)
 
 
-def _number(source: dict, key: str, path: Path, default: Any = None, kind: type = float) -> Any:
+def _number(
+    source: dict,
+    key: str,
+    path: Path,
+    default: Any = None,
+    kind: type = float,
+) -> Any:
     value = source.get(key, default)
     is_number = isinstance(value, int | kind) and not isinstance(value, bool)
     if not is_number or not abs(value) < LARGEST:
@@ -302,28 +308,16 @@ def _stored(folder: Path) -> dict[str, Stored]:
     """Every tensor of the folder by its Hugging Face name, from the headers."""
     stored = {}
     for path in _files(folder):
-        for name, tensor in _stored_in(path).items():
-            if name in stored:
-                raise ValueError(
-                    f"{folder}: {_printable(name)} is in {stored[name].path.name} and in "
-                    f"{path.name}: remove one of them"
-                )
-            stored[name] = tensor
-    return stored
-
-
-def _stored_in(path: Path) -> dict[str, Stored]:
-    stored = {}
-    with opened(path) as source:
-        for name in source.keys():  # noqa: SIM118 (a reader of safetensors cannot be iterated over)
-            header = source.get_slice(name)
-            dtype = header.get_dtype()
-            if dtype not in WEIGHTS:
-                raise ValueError(
-                    f"{path}: {_printable(name)} is stored as {dtype}: "
-                    f"convert it to one of {', '.join(WEIGHTS)}"
-                )
-            stored[name] = Stored(path, tuple(header.get_shape()), WEIGHTS[dtype])
+        with opened(path) as source:
+            for name in source.keys():  # noqa: SIM118 (a reader of safetensors has no iterator)
+                header = source.get_slice(name)
+                dtype = header.get_dtype()
+                if dtype not in WEIGHTS:
+                    raise ValueError(
+                        f"{path}: {_printable(name)} is stored as {dtype}: "
+                        f"convert it to one of {', '.join(WEIGHTS)}"
+                    )
+                stored[name] = Stored(path, tuple(header.get_shape()), WEIGHTS[dtype])
     return stored
 
 
@@ -418,8 +412,10 @@ def _weights(decoder: Decoder, stored: dict[str, Stored], folder: Path) -> dict[
     """The weights of the decoder's parameters, by their names; ValueError unless they fit it."""
     _check(decoder, stored, folder)
     if decoder.config.tie_embeddings and "lm_head.weight" in stored:
-        head = _read(stored, "lm_head.weight")
-        if not torch.equal(head, _read(stored, hf_name("embed.weight"))):
+        both = [
+            _read(stored[name].path, name) for name in ("lm_head.weight", hf_name("embed.weight"))
+        ]
+        if not torch.equal(*both):
             raise ValueError(
                 f"{folder}: lm_head.weight differs from the embedding: "
                 "set tie_word_embeddings to false in config.json"
@@ -428,23 +424,17 @@ def _weights(decoder: Decoder, stored: dict[str, Stored], folder: Path) -> dict[
     weights = {}
     for name in _carried(decoder):
         theirs = hf_name(name)
-        read = functools.partial(_read, stored, theirs)
-        weights[name] = Later(stored[theirs].shape, stored[theirs].dtype, read)
+        path, shape, dtype = stored[theirs]
+        weights[name] = Later(shape, dtype, functools.partial(_read, path, theirs))
     return weights
 
 
-def _read(stored: dict[str, Stored], name: str) -> torch.Tensor:
+def _read(path: Path, name: str) -> torch.Tensor:
     """A tensor in the pages of its file, which is opened for this tensor only, because the pages of
     an open one stay in memory.
     """
-    path, shape, dtype = stored[name]
     with opened(path) as source:
-        tensor = source.get_tensor(name)
-    if tensor.shape != shape or tensor.dtype != dtype:
-        raise ValueError(
-            f"{path}: {_printable(name)} changed while the folder was read: run the command again"
-        )
-    return tensor
+        return source.get_tensor(name)
 
 
 @torch.no_grad()
@@ -483,7 +473,8 @@ def write_hf(
     """Write a Hugging Face folder, which appears by a rename. One weight at a time is in memory.
 
     `weights`: the parameters of a Decoder of `config`, by their names.
-    `context`: as in `hf_config`. `eod_id`: the end-of-document id, at which generation stops.
+    `context`: as in `readable_context`.
+    `eod_id`: the end-of-document id, at which generation stops.
     `sampling`: what generation_config.json says besides, such as a temperature. It may name other
     tokens than the end of document to begin and to pad a text.
     `files`: {name: content} of what else belongs into the folder, such as the tokenizer.
@@ -496,7 +487,7 @@ def write_hf(
             bos_token_id=sampling.get("bos_token_id", eod_id),
             eos_token_id=eod_id,
         )
-    if folder.exists() and not _is_empty(folder):
+    if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder} exists and is not an empty folder: choose another output")
 
     with durable.building(folder) as temporary:
@@ -508,10 +499,6 @@ def write_hf(
             _write_json(ends | dict(sampling), temporary / "generation_config.json")
         for name, content in files.items():
             (temporary / name).write_bytes(content)
-
-
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not any(folder.iterdir())
 
 
 def _write_json(content: dict, path: Path) -> None:
@@ -539,18 +526,14 @@ def _family_name(config: ModelConfig) -> str:
     )
 
 
-def hf_config(decoder: Decoder, context: int = 0) -> dict:
-    """config.json in the spelling of transformers 4, which 5 reads too.
-
-    `context`: tokens that the model can read, 0 for what its rotary settings say. With yarn it is
-    what they say in any case, because transformers 4.51 takes the factor from it.
-    """
-    return _settings(decoder.config, (p.dtype for p in decoder.parameters()), context)
+def hf_config(decoder: Decoder) -> dict:
+    """config.json in the spelling of transformers 4, which 5 reads too."""
+    return _settings(decoder.config, (p.dtype for p in decoder.parameters()), context=0)
 
 
 def readable_context(config: ModelConfig, context: int) -> int:
-    """`context` as the files of a folder say it: in any case what the rotary settings say if it is
-    0 or they are of yarn.
+    """Tokens that a model can read, as the files of a folder say it: `context`, or what the rotary
+    settings say if it is 0 or they are of yarn, because transformers 4.51 takes the factor from it.
     """
     if context and config.rope_scaling != "yarn":
         return context

@@ -49,7 +49,9 @@ class RewardConfig:
     label_field: str = flag("label", "field of the label, from 0 to 1")
     prompt_field: str = flag("", "field of what the text answers, if there is one")
     tokenizer: str = flag("", "file or folder; empty: the checkpoint's own")
-    held_out: float = flag(0.1, "share of the texts that is not learned from", above=0, below=1)
+    held_out: float = flag(
+        0.1, "share of the texts that is not learned from", at_least=0.001, at_most=0.999
+    )
     steps: int = flag(Fit().steps, "steps of the linear layer", at_least=1)
     lr: float = flag(Fit().lr, "learning rate of AdamW", at_least=0, at_most=100)
     weight_decay: float = flag(Fit().weight_decay, "weight decay of AdamW", at_least=0, at_most=100)

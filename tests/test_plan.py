@@ -220,8 +220,7 @@ def process_time(monkeypatch):
 
 
 def forget_speeds():
-    flops._products_speed.cache_clear()
-    flops._attention_speed.cache_clear()
+    flops._speeds.cache_clear()
 
 
 def test_a_step_on_this_cpu_takes_about_as_much_cpu_time_as_planned(process_time):

@@ -64,13 +64,10 @@ def described(folder: Path) -> Checkpoint:
 
 
 def _verify_file(path: Path, recorded: StoredFile):
-    if path.is_symlink():
+    if path.is_symlink() or not path.is_file():
         raise CheckpointError(
-            f"{path.parent}: the manifest names {path.name!r}, which is not a plain file of this "
-            "folder: use another checkpoint"
+            f"{path} is missing, or is not a plain file of this folder: use another checkpoint"
         )
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing: use another checkpoint")
 
     found = durable.describe(path)
     if found["bytes"] != recorded.bytes:

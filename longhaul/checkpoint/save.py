@@ -148,13 +148,11 @@ def write(shot: Snapshot, folder: Path, group: ProcessGroup | None = None) -> Pa
             f"{final} already exists, and a checkpoint is never overwritten: move it away"
         )
     for _ in range(2):
-        failure = None
         try:
             _write_files(shot, folder, final, group)
-        except OSError as error:
-            failure = error
-        if not dist.any_rank(failure is not None, group):
             return final
+        except OSError as error:  # on all ranks
+            failure = error
     raise StorageError(
         f"{final} cannot be written ({failure}; tried twice): this rank's part has {shot.bytes:,} "
         f"bytes and {durable.free_bytes(folder):,} are free; older checkpoints are intact: free "
@@ -316,14 +314,15 @@ class Saver:
         self.under_way = None
 
     def _write(self, shot: Snapshot, start: float):
-        path = write(shot, self.folder, self.group)
-        if not self._reads_back(path):
+        for _ in range(2):
             path = write(shot, self.folder, self.group)
-            if not self._reads_back(path):
-                raise StorageError(
-                    f"{path} was written twice and did not read back correctly either time; it was "
-                    "renamed .corrupt: check the disk"
-                )
+            if self._reads_back(path):
+                break
+        else:
+            raise StorageError(
+                f"{path} was written twice and did not read back correctly either time; it was "
+                "renamed .corrupt: check the disk"
+            )
         if self.seconds is None:
             self.seconds = time.monotonic() - start
         self.say(f"saved {path}")

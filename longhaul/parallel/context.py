@@ -13,7 +13,7 @@ one span.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,36 +72,47 @@ def choose(
 
     ValueError if they cannot, with the numbers of ranks that can.
     """
-    refusals = {mode: refusal(mode, unfit, kv_heads, tokens, ranks) for mode in _modes(asked)}
-    possible = [mode for mode, reason in refusals.items() if not reason]
+    refused = refusals(asked, unfit, kv_heads, tokens, ranks)
+    possible = [mode for mode, reason in refused.items() if not reason]
     if not possible:
         sizes = allowed_sizes(asked, unfit, kv_heads, tokens, ranks)
         otherwise = ", or --context_parallel_mode auto" if asked != "auto" else ""
         raise ValueError(
             f"--context_parallel_size {ranks} with --context_parallel_mode {asked}: "
-            f"{'; '.join(refusals.values())}: choose --context_parallel_size from "
+            f"{'; '.join(refused.values())}: choose --context_parallel_size from "
             f"{sizes}{otherwise}"
         )
 
     if asked != "auto":
         return Choice(asked, "as asked")
     if len(possible) == 1:
-        (other,) = refusals.keys() - possible
-        return Choice(possible[0], f"not {other}: {refusals[other]}")
+        (other,) = refused.keys() - possible
+        return Choice(possible[0], f"not {other}: {refused[other]}")
 
     moved = {mode: bytes_moved(mode, heads, kv_heads, ranks, element) for mode in possible}
     best, other = sorted(moved, key=moved.get)
     return Choice(best, f"it moves {moved[best] / moved[other]:.2f} of the bytes of {other}")
 
 
-def refusal(
+def refusals(
+    asked: str,
+    unfit: Mapping[str, str],
+    kv_heads: int,
+    tokens: int,
+    ranks: int,
+) -> dict[str, str]:
+    """{mode: why it cannot run, or an empty string} of the modes that are open to choice."""
+    modes = MODES[1:] if asked == "auto" else (asked,)
+    return {mode: _refusal(mode, unfit, kv_heads, tokens, ranks) for mode in modes}
+
+
+def _refusal(
     mode: str,
     unfit: Mapping[str, str],
     kv_heads: int,
     tokens: int,
     ranks: int,
 ) -> str:
-    """Why `mode` cannot run, or an empty string."""
     if mode in unfit:
         return unfit[mode]
     if mode == "ulysses" and kv_heads % ranks:
@@ -127,17 +138,12 @@ def allowed_sizes(
     most: int,
 ) -> list[int]:
     """Numbers of ranks up to `most` that `choose` accepts."""
-    sizes = [1]
-    for ranks in range(2, most + 1):
-        refusals = [refusal(mode, unfit, kv_heads, tokens, ranks) for mode in _modes(asked)]
-        if "" in refusals:
-            sizes.append(ranks)
-    return sizes
-
-
-def _modes(asked: str) -> list[str]:
-    """The modes that are open to choice."""
-    return [mode for mode in MODES if mode != "auto" and asked in ("auto", mode)]
+    possible = [
+        ranks
+        for ranks in range(2, most + 1)
+        if "" in refusals(asked, unfit, kv_heads, tokens, ranks).values()
+    ]
+    return [1, *possible]
 
 
 # ---- a rank's tokens
@@ -245,7 +251,6 @@ class Piece(NamedTuple):
     queries: slice  # among this rank's tokens
     past: slice  # in the whole row
     own: slice  # in the whole row
-    end: int  # of the document, in the whole row
 
 
 def pieces(
@@ -258,44 +263,24 @@ def pieces(
     cu_seqlens: boundaries of documents over the B*T tokens; each row begins a document.
     """
     B, T = shape
-    spans = shard.spans(T)
-    if len(cu_seqlens) == B + 1:  # every row is one document
-        return list(_pieces_of_row(slice(None), [(0, T)], spans))
+    ends = cu_seqlens.tolist()
+    is_whole = len(ends) == B + 1  # every row is one document
+    documents = [(0, T)] if is_whole else zip(ends[:-1], ends[1:], strict=True)
 
     found = []
-    for row, documents in enumerate(_documents_of_rows(cu_seqlens, B, T)):
-        found += _pieces_of_row(slice(row, row + 1), documents, spans)
-    return found
-
-
-def _documents_of_rows(
-    cu_seqlens: Tensor,
-    B: int,
-    T: int,
-) -> list[list[tuple[int, int]]]:
-    """For each row, where its documents begin and end in it."""
-    documents = [[] for _ in range(B)]
-    ends = cu_seqlens.tolist()
-    for start, end in zip(ends[:-1], ends[1:], strict=True):
-        row = start // T
-        documents[row].append((start - row * T, end - row * T))
-    return documents
-
-
-def _pieces_of_row(
-    rows: slice,
-    documents: list[tuple[int, int]],
-    spans: list[slice],
-) -> Iterator[Piece]:
-    before = 0  # this rank's tokens in earlier spans
-    for span in spans:
-        for start, end in documents:
+    for start, end in documents:
+        row, start = divmod(start, T)
+        end -= row * T
+        rows = slice(None) if is_whole else slice(row, row + 1)
+        before = 0  # this rank's tokens in earlier spans
+        for span in shard.spans(T):
             first = max(start, span.start)
             last = min(end, span.stop)
             if first < last:
                 queries = slice(before + first - span.start, before + last - span.start)
-                yield Piece(rows, queries, slice(start, first), slice(first, last), end)
-        before += span.stop - span.start
+                found.append(Piece(rows, queries, slice(start, first), slice(first, last)))
+            before += span.stop - span.start
+    return found
 
 
 def choose_kernel(q_BtHK: Tensor, parts: list[Piece]) -> str:
@@ -347,7 +332,7 @@ class _GatheredAttention(torch.autograd.Function):
         kernel = choose_kernel(q_BtHK, parts)
         o_BtHK = torch.empty_like(q_BtHK)
         lse_BHt = q_BtHK.new_empty((B, H, t), dtype=torch.float32)
-        for rows, queries, past, own, _ in parts:
+        for rows, queries, past, own in parts:
             o_BnHK, lse_BHn = _over_past_and_own(
                 kernel, q_BtHK[rows, queries], k_BTGK[rows], v_BTGK[rows], past, own
             )
@@ -369,7 +354,7 @@ class _GatheredAttention(torch.autograd.Function):
         # fp32, because every rank adds to these sums.
         dkv_2BTGK = torch.zeros_like(kv_2BTGK, dtype=torch.float32)
 
-        for rows, queries, past, own, _ in ctx.parts:
+        for rows, queries, past, own in ctx.parts:
             saved = (
                 grad_BtHK[rows, queries],
                 q_BtHK[rows, queries],

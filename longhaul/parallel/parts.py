@@ -93,76 +93,43 @@ def attention_part_backward(
     With these two, a probability exp(s - lse) and its gradient are those over all keys, so that the
     parts add up to the gradients.
     """
-    grad, q, k, v, o = (x.transpose(1, 2) for x in (grad_BTHK, q_BTHK, k_BSGK, v_BSGK, o_BTHK))
+    saved = [x.transpose(1, 2) for x in (grad_BTHK, q_BTHK, k_BSGK, v_BSGK, o_BTHK)]
+    aten = torch.ops.aten
+    device = q_BTHK.device
+    options = dict(dropout_p=0.0, is_causal=causal)
+    lengths = dict(
+        cum_seq_q=None,
+        cum_seq_k=None,
+        max_q=q_BTHK.shape[1],
+        max_k=k_BSGK.shape[1],
+    )
     if kernel == "cudnn":
-        grads = _backward_cudnn(grad, q, k, v, o, lse_BHT, causal)
+        state = torch.zeros((), dtype=torch.int64, device=device)
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            *saved,
+            lse_BHT.contiguous()[..., None],
+            philox_seed=state,
+            philox_offset=state,
+            attn_bias=None,
+            **lengths,
+            **options,
+        )
     elif kernel == "flash":
-        grads = _backward_flash(grad, q, k, v, o, lse_BHT, causal)
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            *saved,
+            lse_BHT.contiguous(),
+            philox_seed=torch.zeros(2, dtype=torch.uint64, device=device),
+            philox_offset=torch.zeros((), dtype=torch.uint64, device=device),
+            **lengths,
+            **options,
+        )
     elif kernel == "efficient":
-        grads = _backward_efficient(grad, q, k, v, o, lse_BHT, causal)
+        grads = _backward_efficient(*saved, lse_BHT, causal)
     else:
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, o, lse_BHT, 0.0, causal
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *saved, lse_BHT, **options
         )
     return tuple(x.transpose(1, 2) for x in grads)
-
-
-def _backward_cudnn(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    state = torch.zeros((), dtype=torch.int64, device=q.device)
-    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        o,
-        lse.contiguous()[..., None],
-        philox_seed=state,
-        philox_offset=state,
-        attn_bias=None,
-        cum_seq_q=None,
-        cum_seq_k=None,
-        max_q=q.shape[2],
-        max_k=k.shape[2],
-        dropout_p=0.0,
-        is_causal=causal,
-    )
-
-
-def _backward_flash(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    offset = torch.zeros((), dtype=torch.uint64, device=q.device)
-    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        o,
-        lse.contiguous(),
-        cum_seq_q=None,
-        cum_seq_k=None,
-        max_q=q.shape[2],
-        max_k=k.shape[2],
-        dropout_p=0.0,
-        is_causal=causal,
-        philox_seed=seed,
-        philox_offset=offset,
-    )
 
 
 def _backward_efficient(

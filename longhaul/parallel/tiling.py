@@ -17,8 +17,21 @@ from torch import Tensor
 from torch.func import functional_call
 
 from base.machine import platform
-from model import Decoder, ModelConfig
+from model import Decoder
 
+Weights = dict[str, Tensor]  # by the name of the parameter
+
+# Weights whose rows belong to heads, one whose columns do, and one that stacks four such matrices.
+ROWS = {
+    "q_proj.weight",
+    "k_proj.weight",
+    "v_proj.weight",
+    "q_proj.bias",
+    "k_proj.bias",
+    "v_proj.bias",
+    "sparse.gate.weight",
+    "sparse.gate.bias",
+}
 OUTPUT = "o_proj.weight"
 STACKED = "sparse.kv_proj.weight"  # [4, kv heads, K, D] as one matrix: four projections for NSA
 
@@ -40,7 +53,7 @@ def group_heads(model: Decoder, groups: int) -> None:
     forward again, so attention runs once more than without this lever.
     """
     for layer in model.layers:
-        layer.attention.forward = GroupedAttention(layer.attention, model.config, groups)
+        layer.attention.forward = GroupedAttention(layer.attention, groups)
 
 
 # ---- what both levers share
@@ -89,36 +102,30 @@ class _InParts:
     """Replaces a module's forward by one that runs in parts.
 
     A subclass defines outputs(x, weights, *inputs) and gradients(dy, x, weights, *inputs), which
-    returns the gradient of x and those of the weights. `plain` has the module's own forward and
-    shares its parameters.
+    returns the gradient of x and those of the weights; weights and their gradients are by name.
+    `plain` has the module's own forward and shares its parameters.
     """
 
     def __init__(self, module: torch.nn.Module):
         self.module = module
         self.plain = copy.copy(module)
-        self.names = [name for name, _ in module.named_parameters()]
 
     def run(self, x: Tensor, *inputs) -> Tensor:
         """The module's output for x; `inputs` are further arguments that need no gradient."""
-        weights = self.weights()
+        # read at each call: FSDP puts whole ones in their place
+        weights = dict(self.module.named_parameters())
 
         def outputs(x: Tensor) -> Tensor:
-            return self.outputs(x, [w.detach() for w in weights], *inputs)
+            detached = {name: w.detach() for name, w in weights.items()}
+            return self.outputs(x, detached, *inputs)
 
-        def gradients(
-            dy: Tensor,
-            x: Tensor,
-            *weights: Tensor,
-        ) -> tuple[Tensor, ...]:
-            return self.gradients(dy, x, weights, *inputs)
+        def gradients(dy: Tensor, x: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
+            named = dict(zip(weights, saved, strict=True))
+            dx, sums = self.gradients(dy, x, named, *inputs)
+            return dx, *(sums[name].to(w.dtype) for name, w in named.items())
 
-        saved = _SaveInput.apply(gradients, x, *weights)
+        saved = _SaveInput.apply(gradients, x, *weights.values())
         return _RunForward.apply(outputs, saved)
-
-    def weights(self) -> list[Tensor]:
-        """The module's parameters, read at each call: FSDP puts whole ones in their place."""
-        found = dict(self.module.named_parameters())
-        return [found[name] for name in self.names]
 
 
 def recomputed_gradients(
@@ -154,56 +161,41 @@ class TiledMLP(_InParts):
     def __call__(self, x_BTD: Tensor) -> Tensor:
         return self.run(x_BTD.contiguous())
 
-    def outputs(self, x_BTD: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    def outputs(self, x_BTD: Tensor, weights: Weights) -> Tensor:
         y_BTD = torch.empty_like(x_BTD)
-        x_ND = x_BTD.flatten(0, 1)
-        y_ND = y_BTD.flatten(0, 1)
-
-        for tile in self._tiles(len(x_ND)):
-            y_ND[tile].copy_(self._mlp(x_ND[tile], *weights))
+        for x_ND, y_ND in self._tiles(x_BTD, y_BTD):
+            y_ND.copy_(functional_call(self.plain, weights, (x_ND,)))
         return y_BTD
 
     def gradients(
         self,
         dy_BTD: Tensor,
         x_BTD: Tensor,
-        weights: Sequence[Tensor],
-    ) -> tuple:
+        weights: Weights,
+    ) -> tuple[Tensor, Weights]:
+        def mlp(x: Tensor, *values: Tensor) -> Tensor:
+            return functional_call(self.plain, dict(zip(weights, values, strict=True)), (x,))
+
         dx_BTD = torch.empty_like(x_BTD)
-        sums = [_wide_zeros(w) for w in weights]
-        x_ND = x_BTD.flatten(0, 1)
-        dy_ND = dy_BTD.flatten(0, 1)
-        dx_ND = dx_BTD.flatten(0, 1)
+        sums = {name: _wide_zeros(w) for name, w in weights.items()}
+        for x_ND, dy_ND, dx_ND in self._tiles(x_BTD, dy_BTD, dx_BTD):
+            inputs = [x_ND, *weights.values()]
+            _add_gradients(recomputed_gradients(mlp, inputs, dy_ND), dx_ND, [*sums.values()])
+        return dx_BTD, sums
 
-        for tile in self._tiles(len(x_ND)):
-            inputs = [x_ND[tile], *weights]
-            self._add(recomputed_gradients(self._mlp, inputs, dy_ND[tile]), dx_ND[tile], sums)
-        return dx_BTD, *(total.to(w.dtype) for total, w in zip(sums, weights, strict=True))
+    def _tiles(self, *tensors_BTD: Tensor) -> Sequence[tuple[Tensor, ...]]:
+        """The tiles to run, of each tensor; they differ by at most one token."""
+        tensors_ND = [x_BTD.flatten(0, 1) for x_BTD in tensors_BTD]
+        count = min(self.tiles, len(tensors_ND[0]))
+        tiles = zip(*(x_ND.tensor_split(count) for x_ND in tensors_ND), strict=True)
+        return platform().tiles(list(tiles))
 
-    def _mlp(self, x: Tensor, *weights: Tensor) -> Tensor:
-        return functional_call(self.plain, dict(zip(self.names, weights, strict=True)), (x,))
 
-    def _add(
-        self,
-        gradients: tuple[Tensor, ...],
-        dx: Tensor,
-        sums: list[Tensor],
-    ) -> None:
-        # A method of its own: the caller holds none of a tile's gradients while the next tile runs.
-        dx.copy_(gradients[0])
-        wide = [grad.to(total.dtype) for grad, total in zip(gradients[1:], sums, strict=True)]
-        torch._foreach_add_(sums, wide)
-
-    def _tiles(self, tokens: int) -> list[slice]:
-        """The tiles to run, which differ by at most one token."""
-        count = min(self.tiles, tokens)
-        size, longer = divmod(tokens, count)
-        found = []
-        for tile in platform().tiles(range(count)):
-            start = tile * size + min(tile, longer)
-            end = (tile + 1) * size + min(tile + 1, longer)
-            found.append(slice(start, end))
-        return found
+def _add_gradients(gradients: tuple[Tensor, ...], dx: Tensor, sums: list[Tensor]) -> None:
+    # A function of its own: its caller holds none of a tile's gradients while the next tile runs.
+    dx.copy_(gradients[0])
+    wide = [grad.to(total.dtype) for grad, total in zip(gradients[1:], sums, strict=True)]
+    torch._foreach_add_(sums, wide)
 
 
 # ---- attention by head groups: weights in parts, tokens whole
@@ -216,15 +208,9 @@ class GroupedAttention(_InParts):
     tensor for itself: the projections add to the sums in place.
     """
 
-    def __init__(
-        self,
-        attention: torch.nn.Module,
-        config: ModelConfig,
-        groups: int,
-    ):
+    def __init__(self, attention: torch.nn.Module, groups: int):
         super().__init__(attention)
-        self.groups = [HeadGroup(config, group, groups) for group in range(groups)]
-        self.inner_names = [name for name in self.names if name != OUTPUT]
+        self.groups = groups
         self.projections = {
             name: _SummingLinear(getattr(attention, name))
             for name in ("q_proj", "k_proj", "v_proj")
@@ -249,17 +235,18 @@ class GroupedAttention(_InParts):
     def outputs(
         self,
         x_BTD: Tensor,
-        weights: Sequence[Tensor],
+        weights: Weights,
         rope,
         rows,
     ) -> Tensor:
         y_BTD = torch.zeros_like(x_BTD)
         y_ND = y_BTD.view(-1, y_BTD.shape[-1])
 
-        for group in platform().tiles(self.groups):
+        for group in platform().tiles(range(self.groups)):
             own = self._weights_of(group, weights)
+            output = own.pop(OUTPUT)
             heads_BTO = self._heads(x_BTD, own, rope, rows)
-            y_ND.addmm_(heads_BTO.flatten(0, 1), own[OUTPUT].T.to(x_BTD.dtype))
+            y_ND.addmm_(heads_BTO.flatten(0, 1), output.T.to(x_BTD.dtype))
             del heads_BTO  # the next group runs without them
         return y_BTD
 
@@ -267,37 +254,41 @@ class GroupedAttention(_InParts):
         self,
         dy_BTD: Tensor,
         x_BTD: Tensor,
-        weights: Sequence[Tensor],
+        weights: Weights,
         rope,
         rows,
-    ) -> tuple:
+    ) -> tuple[Tensor, Weights]:
         dx_BTD = torch.zeros_like(x_BTD)
-        sums = [self._zeros(name, w) for name, w in zip(self.names, weights, strict=True)]
-
-        for group in platform().tiles(self.groups):
-            grads = self._group_gradients(
-                dy_BTD, x_BTD, self._weights_of(group, weights), rope, rows, dx_BTD
-            )
-            self._add(group, grads, sums)
+        # each group writes its own part, or all add to the whole
+        sums = {
+            name: torch.zeros_like(w) if name in (*ROWS, OUTPUT, STACKED) else _wide_zeros(w)
+            for name, w in weights.items()
+        }
+        for group in platform().tiles(range(self.groups)):
+            own = self._weights_of(group, weights)
+            grads = self._group_gradients(dy_BTD, x_BTD, own, rope, rows, dx_BTD)
+            for name, total in sums.items():
+                part = group_part(name, total, group, self.groups)
+                part.add_(grads[name].view(part.shape))
             del grads  # the next group runs without them
-        return dx_BTD, *(total.to(w.dtype) for total, w in zip(sums, weights, strict=True))
+        return dx_BTD, sums
 
     def _group_gradients(
         self,
         dy_BTD: Tensor,
         x_BTD: Tensor,
-        own: dict[str, Tensor],
+        own: Weights,
         rope,
         rows,
         dx_BTD: Tensor,
-    ) -> dict[str, Tensor]:
+    ) -> Weights:
         """Gradients of one group's weights by name; the gradient of x is added to dx."""
         x_BTD = x_BTD.detach().requires_grad_()
         own = {name: w.detach().requires_grad_() for name, w in own.items()}
+        output = own.pop(OUTPUT)
         with torch.enable_grad():
             heads_BTO = self._heads(x_BTD, own, rope, rows, dx_BTD)
 
-        output = own.pop(OUTPUT)
         with torch.no_grad():
             d_heads_BTO = dy_BTD @ output.to(dy_BTD.dtype)
             d_output = dy_BTD.flatten(0, 1).T @ heads_BTO.flatten(0, 1)
@@ -311,7 +302,7 @@ class GroupedAttention(_InParts):
     def _heads(
         self,
         x_BTD: Tensor,
-        own: dict[str, Tensor],
+        own: Weights,
         rope,
         rows,
         dx_BTD: Tensor | None = None,
@@ -320,82 +311,30 @@ class GroupedAttention(_InParts):
 
         In the backward the projections add their gradients of x to dx.
         """
-        inner = {name: own[name] for name in self.inner_names}
-        self._add_input_gradients_to(dx_BTD)
-        outputs = functional_call(self.heads, inner, (x_BTD, rope, rows))
-        self._add_input_gradients_to(None)
-        return outputs
-
-    def _add_input_gradients_to(self, dx_BTD: Tensor | None) -> None:
         for projection in self.projections.values():
             projection.dx = dx_BTD
+        outputs = functional_call(self.heads, own, (x_BTD, rope, rows))
+        for projection in self.projections.values():
+            projection.dx = None  # the graph has it; here it would outlive the backward
+        return outputs
 
-    def _weights_of(self, group: "HeadGroup", weights: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _weights_of(self, group: int, weights: Weights) -> Weights:
         own = {}
-        for name, weight in zip(self.names, weights, strict=True):
-            view = group.view(name, weight)
-            own[name] = view.flatten(0, 1) if view.ndim == 3 else view
+        for name, weight in weights.items():
+            part = group_part(name, weight, group, self.groups)
+            own[name] = part.flatten(0, 1) if part.ndim == 3 else part
         return own
 
-    def _add(
-        self,
-        group: "HeadGroup",
-        grads: dict[str, Tensor],
-        sums: list[Tensor],
-    ) -> None:
-        for name, total in zip(self.names, sums, strict=True):
-            view = group.view(name, total)
-            view.add_(grads[name].view(view.shape))
 
-    def _zeros(self, name: str, weight: Tensor) -> Tensor:
-        """A weight's gradients: each group writes its own part, or all add to the whole."""
-        if self.groups[0].shares(name):
-            return _wide_zeros(weight)
-        return torch.zeros_like(weight)
-
-
-class HeadGroup:
-    """The part of each weight of an attention layer that one group of heads uses."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        group: int,
-        groups: int,
-    ):
-        queries = config.num_heads // groups
-        keys = config.num_kv_heads // groups
-
-        def span(width: int) -> slice:
-            return slice(group * width, (group + 1) * width)
-
-        self.queries = span(queries * config.head_dim)
-        self.keys = span(keys * config.head_dim)
-        gates = span(3 * queries)
-        self.rows = {
-            "q_proj.weight": self.queries,
-            "k_proj.weight": self.keys,
-            "v_proj.weight": self.keys,
-            "q_proj.bias": self.queries,
-            "k_proj.bias": self.keys,
-            "v_proj.bias": self.keys,
-            "sparse.gate.weight": gates,
-            "sparse.gate.bias": gates,
-        }
-
-    def view(self, name: str, weight: Tensor) -> Tensor:
-        """This group's part of the parameter `name`, or all of it if every group uses it whole."""
-        if name in self.rows:
-            return weight[self.rows[name]]
-        if name == OUTPUT:
-            return weight[:, self.queries]
-        if name == STACKED:
-            return weight.unflatten(0, (4, -1))[:, self.keys]
-        return weight
-
-    def shares(self, name: str) -> bool:
-        """Whether every group uses the whole parameter."""
-        return name not in self.rows and name not in (OUTPUT, STACKED)
+def group_part(name: str, weight: Tensor, group: int, groups: int) -> Tensor:
+    """The part of a layer's weight that one group of heads uses; all of it if every group does."""
+    if name in ROWS:
+        return weight.chunk(groups)[group]
+    if name == OUTPUT:
+        return weight.chunk(groups, dim=1)[group]
+    if name == STACKED:
+        return weight.unflatten(0, (4, -1)).chunk(groups, dim=1)[group]
+    return weight
 
 
 class _SummingLinear(torch.nn.Module):

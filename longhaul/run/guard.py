@@ -226,17 +226,13 @@ class Guard:
         micro-batch, and all get the same answer; `save_due` comes with it.
         """
         votes = int(self.asked_to_stop() is not None)
-        if self.world.rank == 0 and self._save_is_due():
+        if self.world.rank == 0 and time.monotonic() - self.saved_at >= SAVE_SECONDS:
             votes += SAVE_DUE
         votes = dist.sum_over_ranks(votes, self.decisions)
         self.save_due = votes >= SAVE_DUE
         if self.heartbeat is not None:
             self.heartbeat.micro_batch_begins()
         return votes % SAVE_DUE > 0
-
-    def _save_is_due(self) -> bool:
-        waited = time.monotonic() - self.saved_at
-        return waited >= SAVE_SECONDS
 
     def preempted(self) -> exits.Halt:
         """The halt of a run that was asked to stop and has saved; deletes the STOP file."""

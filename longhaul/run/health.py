@@ -172,13 +172,6 @@ class Health:
         step = self.state.step
         return step - last_taken(step, self.skipped) > 1 or self.skipped == [step]
 
-    def _fault(self) -> str:
-        """What the way back changes apart from the rows, in words."""
-        if not self._may_be_broken():
-            return ""
-        rate = lower_rate(self.state.cfg)
-        return f"; the weights may be broken, so this command lowers --lr to {rate:g}"
-
     def rows(self, step: int, ranks: Iterable[int] | None = None) -> tuple[str, ...]:
         """The rows of a step as ranges of the order; `ranks`: only theirs."""
         return format_ranges(ranges_of(self._positions(step, ranks)))
@@ -207,11 +200,7 @@ class Health:
         )
 
         if cfg.optimizer_in_backward:
-            raise NumericalHalt(
-                f"step {step} had a NaN or infinite gradient (rows {' '.join(rows)}) after "
-                f"--optimizer_in_backward had changed other weights{self._fault()}: "
-                f"{self.way_back(rows)}"
-            )
+            self._halt("after --optimizer_in_backward had changed other weights")
         if len(self.skipped) > cfg.max_skipped_steps:
             self._halt(f"more than --max_skipped_steps {cfg.max_skipped_steps}")
         if step == cfg.max_steps:
@@ -222,9 +211,13 @@ class Health:
         positions = [position for step in self.skipped for position in self._positions(step)]
         rows = format_ranges(ranges_of(positions))
         steps = ", ".join(str(step) for step in self.skipped)
+        fault = ""
+        if self._may_be_broken():
+            rate = lower_rate(self.state.cfg)
+            fault = f"; the weights may be broken, so this command lowers --lr to {rate:g}"
         raise NumericalHalt(
             f"steps {steps} had a NaN or infinite gradient, {why}; rows {' '.join(rows)}, written "
-            f"to {self.folder / 'skipped'}{self._fault()}: {self.way_back(rows)}"
+            f"to {self.folder / 'skipped'}{fault}: {self.way_back(rows)}"
         )
 
     def _without_finite_loss(self, loss: Tensor) -> list[int]:

@@ -63,7 +63,11 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def mfu(
-    config: ModelConfig, rows: Batch, ranks_per_row: int, seconds: float, device: torch.device
+    config: ModelConfig,
+    rows: Batch,
+    ranks_per_row: int,
+    seconds: float,
+    device: torch.device,
 ) -> float | None:
     """Model FLOPs utilisation: useful FLOP/s of a step over the device's peak, counting only the
     keys of a query's own document; None if the peak is not known.
@@ -189,14 +193,16 @@ class Logger:
     ):
         self.active = active
         self.warned = False
+        self.board = None
         if not active:
             return
         on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
         progress = Bar if on_terminal else Lines
         self.progress = progress(first_step, last_step)
-        self.file = self._attempt(_open_lines, folder / "metrics.jsonl", first_step)
+        self.metrics = folder / "metrics.jsonl"
         self.evaluations = folder / "eval.jsonl"
-        self._attempt(truncate_log, self.evaluations, first_step)
+        for path in (self.metrics, self.evaluations):
+            self._attempt(truncate_log, path, first_step)
         self.board = self._attempt(_open_board, folder, first_step)
         self.text(first_step, "config", config_text)
 
@@ -204,7 +210,7 @@ class Logger:
         """Write one step's record: a line of metrics.jsonl, the scalars, progress on screen."""
         if not self.active:
             return
-        self._append(record)
+        self._attempt(_append_line, self.metrics, record)
         figures = {f"train/{key}": record[key] for key in record if key not in ("step", "time")}
         self.scalars(record["step"], figures)
         self.progress.step(record)
@@ -236,9 +242,16 @@ class Logger:
         words = ", ".join(f"{key} {value:.4g}" for key, value in found.items())
         self.say(f"step {step}: {name}: {words}")
 
-    def _write_figures(self, step: int, name: str, found: dict[str, float], more: dict):
+    def _write_figures(
+        self,
+        step: int,
+        name: str,
+        found: dict[str, float],
+        more: dict,
+    ):
         named = {f"{name}_{key}": value for key, value in found.items()}
-        self._append({"step": step} | named | more | {"time": time.time()})
+        record = {"step": step} | named | more | {"time": time.time()}
+        self._attempt(_append_line, self.metrics, record)
         self.scalars(step, {f"{name}/{key}": value for key, value in found.items()})
 
     def evaluation(self, step: int, report: Report):
@@ -246,33 +259,26 @@ class Logger:
         if not self.active:
             return
         record = {"step": step, "time": time.time()} | report.record()
-        self._attempt(_append_line, self.evaluations, _line(record))
+        self._attempt(_append_line, self.evaluations, record)
         self.scalars(step, report.scalars())
         self.picture(step, "retrieval/scores", report.heatmap)
         for line in "\n".join(report.lines(loss=False)).splitlines():
             self.say(f"  {line}")
 
-    def _append(self, record: dict):
-        """Write a line of metrics.jsonl."""
-        if self.file is not None:
-            self._attempt(os.write, self.file, _line(record))
-
     def scalars(self, step: int, values: dict):
         """TensorBoard scalars; None and text are left out."""
-        if not self.active or self.board is None:
-            return
         for name, value in values.items():
-            if isinstance(value, (int, float)):
+            if self.board is not None and isinstance(value, (int, float)):
                 self._attempt(self.board.add_scalar, name, value, step)
 
     def picture(self, step: int, name: str, image: NDArray | None):
         """An image [H, W, 3] in TensorBoard, unless it is None."""
-        if self.active and self.board is not None and image is not None:
+        if self.board is not None and image is not None:
             self._attempt(self.board.add_image, name, image.transpose(2, 0, 1), step)
 
     def text(self, step: int, name: str, text: str):
         """A text in TensorBoard, unless it is empty."""
-        if self.active and self.board is not None and text:
+        if self.board is not None and text:
             self._attempt(self.board.add_text, name, f"```\n{text}\n```", step)
 
     def say(self, line: str):
@@ -282,18 +288,15 @@ class Logger:
 
     def flush(self):
         """Have everything on the disk that was reported so far."""
-        if self.active and self.board is not None:
+        if self.board is not None:
             self._attempt(self.board.flush)
 
     def close(self):
-        """Close the progress and the files."""
-        if not self.active:
-            return
-        self.progress.close()
+        """Close the progress and TensorBoard's files."""
+        if self.active:
+            self.progress.close()
         if self.board is not None:
             self._attempt(self.board.close)
-        if self.file is not None:
-            os.close(self.file)
 
     def _attempt(self, function: Callable, *args):
         """`function(*args)`, or None if the disk refuses, with a warning the first time."""
@@ -309,21 +312,11 @@ class Logger:
             return None
 
 
-def _line(record: dict) -> bytes:
-    """A record as a line of JSON."""
-    return (json.dumps(durable.without_nan(record), allow_nan=False) + "\n").encode()
-
-
-def _open_lines(path: Path, first_step: int) -> int:
-    """A descriptor at the end of metrics.jsonl; a line is one write."""
-    truncate_log(path, first_step)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-
-
-def _append_line(path: Path, line: bytes):
-    """Add a line in one write; the file begins with its first one."""
+def _append_line(path: Path, record: dict):
+    """Add a record as a line of JSON, in one write."""
+    line = json.dumps(durable.without_nan(record), allow_nan=False) + "\n"
     with open(path, "ab", buffering=0) as file:
-        file.write(line)
+        file.write(line.encode())
 
 
 def _open_board(folder: Path, first_step: int):

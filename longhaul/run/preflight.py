@@ -233,15 +233,8 @@ def verify_data(corpora: Sequence[Corpus], record: dict | None) -> dict:
     known = (record or {}).get("data_stamps") or {}
     stamps = {}
     for one in corpora:
-        # the files of several datasets have the same names
-        prefix = f"{one.name}/" if len(corpora) > 1 else ""
-        own = {
-            name.removeprefix(prefix): stamp
-            for name, stamp in known.items()
-            if name.startswith(prefix)
-        }
-        found = durable.retried(functools.partial(one.dataset.verify, own), one.dataset.path)
-        stamps |= {prefix + name: stamp for name, stamp in found.items()}
+        verify = functools.partial(one.dataset.verify, known.get(one.name, {}))
+        stamps[one.name] = durable.retried(verify, one.dataset.path)
     return stamps
 
 
@@ -423,11 +416,6 @@ def take_folder(ready: Ready, record: dict | None, stamps: dict, guard: Guard):
     """Lock the folder, and write the run's identity, its settings and the tokenizer into it."""
     folder = ready.folder
     lock(folder, guard)
-    if record is None and (folder / "run.json").exists():
-        raise ValueError(
-            f"another job has meanwhile begun a run in --output_dir {folder}: run the same command "
-            "again"
-        )
     content = {
         "identity": ready.identity,
         "config": dataclasses.asdict(ready.cfg),

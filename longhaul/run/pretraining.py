@@ -32,7 +32,13 @@ class Source(Protocol):
     def load(self, index: int) -> tuple[object, list[MicroBatch]]:
         """This rank's batch of a step, as `record` and as `train_step` want it."""
 
-    def record(self, record: dict, loaded: object, result: StepResult, seconds: float):
+    def record(
+        self,
+        record: dict,
+        loaded: object,
+        result: StepResult,
+        seconds: float,
+    ):
         """Add figures of a step to its record for the log, and halt the run if they are wrong."""
 
     def evaluate(self):
@@ -77,7 +83,13 @@ class Pretraining:
         rows = self.ready.loader.batch(index, self.rank, self.ranks)
         return rows, step.micro_batches(rows, self.ready.cfg.batch_size, self.ready.device)
 
-    def record(self, record: dict, loaded: Batch, result: StepResult, seconds: float):
+    def record(
+        self,
+        record: dict,
+        loaded: Batch,
+        result: StepResult,
+        seconds: float,
+    ):
         ready = self.ready
         record["perplexity"] = perplexity(float(result.loss))
         record["mfu"] = mfu(ready.config, loaded, ready.cfg.context_ranks, seconds, ready.device)

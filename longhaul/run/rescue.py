@@ -65,7 +65,11 @@ class Rescue:
     """
 
     def __init__(
-        self, guard: Guard, saver: Saver, model: torch.nn.Module, flush_log: Callable[[], None]
+        self,
+        guard: Guard,
+        saver: Saver,
+        model: torch.nn.Module,
+        flush_log: Callable[[], None],
     ):
         self.guard = guard
         self.saver = saver

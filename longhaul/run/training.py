@@ -62,9 +62,7 @@ def main(program: Program, args: list[str] | None = None, complete: Callable[[di
     world = dist.World.from_environment()
     with Guard(program.config.PROGRAM.removeprefix("-m "), world) as guard:
         given = complete(cli.given(program.config, args, program.description))
-        if given.get("init_from"):
-            given = start.completed(given)
-        cfg = program.config(**given)
+        cfg = program.config(**start.completed(given))
         device = dist.choose_device(cfg.device, world)
         if cfg.deterministic:
             # cuBLAS repeats its bits only with this setting, which it reads when CUDA starts
@@ -205,7 +203,13 @@ class Step(NamedTuple):
 class Run:
     """A run that preflight found ready: its state, and what surrounds each step."""
 
-    def __init__(self, program: Program, ready: Ready, plan: planner.Plan, guard: Guard):
+    def __init__(
+        self,
+        program: Program,
+        ready: Ready,
+        plan: planner.Plan,
+        guard: Guard,
+    ):
         self.ready = ready
         self.plan = plan
         self.guard = guard

@@ -103,13 +103,18 @@ class Trace:
         """The module that runs at `time`; "" outside of all."""
         return _name_at(self.modules, time)
 
+    def inside(self) -> dict[int, int]:
+        """Time -> bytes of the workspace inside its events."""
+        sizes: dict[int, int] = {}
+        for time, size, _ in self.workspaces:
+            sizes[time] = max(sizes.get(time, 0), size)
+        return sizes
+
     def by_time(self) -> Iterator[tuple[int, list[Event], int]]:
         """(time, its events, bytes of the workspace inside them), ascending in time."""
-        workspaces: dict[int, int] = {}
-        for time, size, _ in self.workspaces:
-            workspaces[time] = max(workspaces.get(time, 0), size)
+        inside = self.inside()
         for time, events in groupby(self.events, itemgetter(0)):
-            yield time, list(events), workspaces.get(time, 0)
+            yield time, list(events), inside.get(time, 0)
 
     def levels(self, block: int = 1) -> Iterator[tuple[int, int]]:
         """(time, bytes alive, the workspace of that moment included), ascending in time; each

@@ -89,14 +89,10 @@ class Trace:
         """The stage that `time` lies in."""
         return _name_at(self.stages, time) or "start"
 
-    def phase_at(self, time: int) -> str:
-        """The phase that `time` lies in: the last word of a stage's name."""
-        return _phase(self.stage_at(time))
-
     @property
     def phases(self) -> list[tuple[int, str]]:
         """(time, the phase that starts then)."""
-        named = [(time, _phase(stage)) for time, stage in self.stages]
+        named = [(time, phase_of(stage)) for time, stage in self.stages]
         return first_of_each(named)
 
     def module_at(self, time: int) -> str:
@@ -153,7 +149,8 @@ def first_of_each(starts: list[tuple[int, str]]) -> list[tuple[int, str]]:
     return [next(same) for _, same in groupby(starts, itemgetter(1))]
 
 
-def _phase(stage: str) -> str:
+def phase_of(stage: str) -> str:
+    """The last word of a stage's name."""
     return stage.rpartition(" ")[2]
 
 

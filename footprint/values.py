@@ -32,9 +32,10 @@ KERNEL = (
     "operator (torch.library.custom_op) and say what it returns (register_fake)"
 )
 MOST_KNOWN = 2**18  # elements of a tensor whose values are computed
-TWIN = "_footprint_twin"  # the attribute of a fake tensor that has its values
-CONSTANT = "constant"  # the attribute that PyTorch has for a few of them
-DRAWN = "_footprint_drawn"  # the attribute of a twin's storage that depends on random integers
+# the attribute of a fake storage: a real one, and whether its values depend on random integers
+TWIN = "_footprint_twin"
+NO_TWIN = (None, False)
+CONSTANT = "constant"  # the attribute that PyTorch has for the values of a few fake tensors
 READS = {
     Tensor.item,
     Tensor.tolist,
@@ -84,22 +85,27 @@ UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 NO_OVERFLOW = "no gradient overflows, so that GradScaler lets the optimizer step"
 ALL_OR_ANY = (torch.ops.aten.all.default, torch.ops.aten.any.default)
 # operators whose results do not depend on the values of the tensor that they are given
-LIKE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+LIKE = {
+    "aten::zeros_like",
+    "aten::ones_like",
+    "aten::full_like",
+    "aten::new_zeros",
+    "aten::new_ones",
+    "aten::new_full",
+}
 
 
 # ---- values that are known
 
 
 class KnownValues:
-    """Real twins of small fake tensors, as far as they follow from constants.
+    """Real twins of the storages of small fake tensors, as far as they follow from constants.
 
-    A twin is an attribute of the fake tensor, because modules exchange the contents of tensors that
-    nothing refers to weakly (torch.utils.swap_tensors).
+    What views and copies of a module's tensors hold is known with them. The twin of many booleans
+    that are all equal has one of them.
     """
 
     def __init__(self):
-        # address of a storage -> how often something unknown was written into it
-        self.writes: dict[int, int] = {}
         self.reads = Reads()
         self.assumed: dict[str, None] = {}  # what the prediction takes for granted, in words
         self.given_unknown = False  # whether the function that runs got a number without a value
@@ -122,43 +128,40 @@ class KnownValues:
         """The tensor with its values; None if they are not known."""
         if not isinstance(tensor, FakeTensor):
             return tensor
-        twin, state = getattr(tensor, TWIN, (None, None))
-        return twin if state == self._state(tensor) else None
+        fake = tensor.untyped_storage()
+        storage, _ = getattr(fake, TWIN, NO_TWIN)
+        if storage is None or tensor.is_complex():
+            return None
+        layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        if storage.nbytes() < fake.nbytes():
+            layout = 0, ()
+        with _disable_current_modes():
+            return torch.empty(0, dtype=tensor.dtype).set_(storage, *layout)
 
     def is_drawn(self, tensor: Tensor) -> bool:
         """Whether the values that are known depend on random integers."""
-        twin = self.of(tensor)
-        return twin is not None and hasattr(twin.untyped_storage(), DRAWN)
-
-    def _state(self, tensor: Tensor) -> tuple[int, int]:
-        """The tensor's storage, and how often it was overwritten."""
-        address = tensor.untyped_storage()._cdata
-        return address, self.writes.get(address, 0)
+        _, is_drawn = getattr(tensor.untyped_storage(), TWIN, NO_TWIN)
+        return is_drawn
 
     def follow(self, func, args, kwargs, outputs) -> None:
         """Compute the same operator on the twins, if all of its inputs have one."""
         results = _tensors(outputs)
-        if func in ALL_OR_ANY and self._is_uniform(args[0]):
-            with unset_fake_temporarily():
-                self._keep(results[0], self.of(args[0]).as_strided((), ()))
-            return
-
+        given = _tensors((args, kwargs))
         if func in RANDOM and results[0].numel() <= MOST_DRAWN:
             is_drawn = func not in PERMUTATIONS  # no memory depends on which of them it is
             func = func.overloadpacket
             kwargs = dict(generator=self.random, dtype=results[0].dtype)
-        elif self.given_unknown or not self._is_computable(func, args, kwargs, results):
+        elif self.given_unknown or not self._is_computable(func, given, results):
             self._forget_written(func, args, kwargs)
             return
         else:
-            is_drawn = any(map(self.is_drawn, _tensors((args, kwargs))))
+            is_drawn = any(map(self.is_drawn, given))
         with unset_fake_temporarily(), torch.no_grad():
             args, kwargs = tree_map(self._real, (tuple(args), dict(kwargs)))
-            computed = func(*args, **kwargs)
-        for fake, twin in zip(results, _tensors(computed), strict=True):
-            self._keep(fake, twin)
-            if is_drawn:
-                setattr(twin.untyped_storage(), DRAWN, True)
+            computed = _tensors(func(*args, **kwargs))
+        for fake, real in zip(results, computed, strict=True):
+            if _is_like(fake, real):
+                setattr(fake.untyped_storage(), TWIN, (real.untyped_storage(), is_drawn))
 
     def selected(self, func, args) -> Tensor | None:
         """A fake tensor of the shape that `nonzero` has for known values; None for anything else.
@@ -166,25 +169,20 @@ class KnownValues:
         """
         if func is not torch.ops.aten.nonzero.default:
             return None
-        twin = self.of(args[0])
-        if twin is None or self.is_drawn(args[0]):
+        real = self.of(args[0])
+        if real is None or self.is_drawn(args[0]):
             return None
         with unset_fake_temporarily():
-            count = int(torch.count_nonzero(twin))
-        return args[0].new_empty((count, twin.dim()), dtype=torch.int64)
+            count = int(torch.count_nonzero(real))
+        return args[0].new_empty((real.dim(), count), dtype=torch.int64).t()
 
     def copied(self, tensor: Tensor, memo: dict) -> Tensor:
-        """copy.deepcopy of a tensor, which would copy what is known of it as if it were fake."""
-        twin = self.of(tensor)
-        for name in (TWIN, CONSTANT):
-            held = getattr(tensor, name, None)
-            memo[id(held)] = held
+        """copy.deepcopy of a tensor, which would copy PyTorch's own twin as if it were fake."""
+        held = getattr(tensor, CONSTANT, None)
+        memo[id(held)] = held
         fake = Tensor.__deepcopy__(tensor, memo)
         if isinstance(fake, FakeTensor):
             setattr(fake, CONSTANT, None)
-            if twin is not None:
-                with _disable_current_modes():
-                    self._keep(fake, twin.clone())
         return fake
 
     def suppose_all(self, fake: Tensor, value: bool) -> None:
@@ -192,38 +190,27 @@ class KnownValues:
         if self.of(fake) is not None:
             return
         self.suppose(FINITE)
-        with unset_fake_temporarily():
-            twin = torch.tensor(value).expand(fake.shape)
-            self._keep(fake, twin.clone() if fake.numel() <= MOST_KNOWN else twin)
+        with _disable_current_modes():
+            count = fake.numel() if fake.numel() <= MOST_KNOWN else 1
+            real = torch.full((count,), value)
+        setattr(fake.untyped_storage(), TWIN, (real.untyped_storage(), False))
 
-    def _is_computable(self, func, args, kwargs, results: list[Tensor]) -> bool:
+    def _is_computable(self, func, given: list[Tensor], results: list[Tensor]) -> bool:
+        name = func._schema.name
+        if func.namespace != "aten" or "empty" in name:
+            return False
         if torch.Tag.nondeterministic_seeded in func.tags:
             return False
-        if func.namespace != "aten" or "empty" in func._schema.name:
+        is_large = any(tensor.numel() > MOST_KNOWN for tensor in given + results)
+        if is_large and func not in ALL_OR_ANY:
             return False
-        if any(tensor.numel() > MOST_KNOWN for tensor in results):
-            return False
-        given = _tensors((args, kwargs))
-        if any(tensor.numel() > MOST_KNOWN for tensor in given):
-            return False
-        return _is_like(func) or all(self.of(tensor) is not None for tensor in given)
-
-    def _is_uniform(self, tensor: Tensor) -> bool:
-        """Whether all elements are known to be equal: those of a tensor that is too large to be
-        computed with.
-        """
-        twin = self.of(tensor)
-        return twin is not None and tensor.numel() > MOST_KNOWN and not any(twin.stride())
+        return name in LIKE or all(self.of(tensor) is not None for tensor in given)
 
     def _real(self, value):
         if not isinstance(value, Tensor):
             return value
         real = self.of(value)
         return torch.empty(value.shape, dtype=value.dtype) if real is None else real
-
-    def _keep(self, fake: Tensor, twin: Tensor) -> None:
-        if isinstance(fake, FakeTensor) and fake.dtype == twin.dtype:
-            setattr(fake, TWIN, (twin, self._state(fake)))
 
     def _forget_written(self, func, args, kwargs) -> None:
         """What an operator writes into no longer has the twin's values, nor have its views."""
@@ -236,16 +223,20 @@ class KnownValues:
                 self.suppose(NO_OVERFLOW)
                 continue
             for tensor in _tensors(named.get(argument.name)):
-                address, writes = self._state(tensor)
-                self.writes[address] = writes + 1
+                setattr(tensor.untyped_storage(), TWIN, NO_TWIN)
+
+
+def _is_like(fake: Tensor, real: Tensor) -> bool:
+    """Whether a real tensor lies in its storage as the fake one does."""
+    if not isinstance(fake, FakeTensor) or fake.dtype != real.dtype:
+        return False
+    layouts = ((one.stride(), one.storage_offset()) for one in (fake, real))
+    sizes = (one.untyped_storage().nbytes() for one in (fake, real))
+    return len(set(layouts)) == len(set(sizes)) == 1
 
 
 def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _is_like(func) -> bool:
-    return func.namespace == "aten" and func._schema.name.removeprefix("aten::") in LIKE
 
 
 def _called_by_torch() -> bool:

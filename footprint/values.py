@@ -11,7 +11,7 @@ for the twin; where one is read, the prediction is that of this draw, and says s
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -239,11 +239,6 @@ def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _called_by_torch() -> bool:
-    """Whether what called a function mode is PyTorch: it asks for addresses to compare them."""
-    return _calling_file().startswith(TORCH)
-
-
 def _calling_file() -> str:
     """The file that called the function modes of this package."""
     frame = sys._getframe(1)
@@ -266,10 +261,6 @@ def _whole(tensor: Tensor) -> Tensor:
 KINDS = {Tensor.__bool__: bool, Tensor.__int__: int, Tensor.__float__: float, Tensor.__index__: int}
 
 
-def _in_turn(answer: object) -> Iterator[object]:
-    return itertools.cycle(answer if isinstance(answer, list) else [answer])
-
-
 def converted(func, answer: object) -> object:
     """The user's answer as the kind of number that is read."""
     kind = KINDS.get(func)
@@ -289,27 +280,29 @@ class Reading(TorchFunctionMode):
         super().__init__()
         self.known = known
         # "file.py:12" -> the value that is read there; of a list, one after another
-        self.answers = {line: _in_turn(answer) for line, answer in answers.items()}
+        self.answers = {}
+        for line, answer in answers.items():
+            self.answers[line] = itertools.cycle(answer if isinstance(answer, list) else [answer])
         self.rules = rules  # function -> what the target runs in its place
         self.gave_unknown = False  # whether there can be any
-        self.running: list[tuple] = []  # functions with their arguments, innermost last
+        self.running: tuple = (None, (), {})  # the innermost function, and its arguments
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = self.known.given_unknown
-        self.running.append((func, args, kwargs))
+        before = self.running, self.known.given_unknown
+        self.running = func, args, kwargs
         try:
             return self._run(func, args, kwargs)
         finally:
-            self.running.pop()
-            self.known.given_unknown = given
+            self.running, self.known.given_unknown = before
 
     def _run(self, func, args, kwargs):
         if func in READS or func is Tensor.__format__:
             args = (_whole(args[0]), *args[1:])
             if isinstance(args[0], FakeTensor):
                 return self.value(func, *args) if func in READS else self.text(*args)
-        if func is Tensor.data_ptr and not _called_by_torch():
+        # PyTorch itself asks for addresses to compare them
+        if func is Tensor.data_ptr and not _calling_file().startswith(TORCH):
             raise Refused(f"{place()}: {KERNEL}")
         if func is Tensor.pin_memory:  # host memory, which fake tensors do not know
             return args[0]
@@ -318,9 +311,10 @@ class Reading(TorchFunctionMode):
         if func is one_hot:
             return self._one_hot(*args, **kwargs)
         if func in SPLITS:  # they would take a refusal for a tensor of several sizes
-            args = (args[0], *map(self._size, args[1:]))
-            kwargs = {name: self._size(value) for name, value in kwargs.items()}
-        if self._unknown_in(args, kwargs):
+            sizes, kwargs = tree_map(self._size, (args[1:], kwargs))
+            args = (args[0], *sizes)
+        leaves = tree_leaves((args, kwargs)) if self.gave_unknown else []
+        if any(isinstance(leaf, Unknown) for leaf in leaves):
             computes = getattr(func, "__name__", "") in COMPUTES
             plain = usual if computes else self._known
             self.known.given_unknown = self.known.given_unknown or computes
@@ -331,11 +325,6 @@ class Reading(TorchFunctionMode):
             if isinstance(tested, FakeTensor):
                 self.known.suppose_all(tested, func in ARE_FINITE)
         return result
-
-    def _unknown_in(self, args, kwargs) -> list[Unknown]:
-        if not self.gave_unknown:
-            return []
-        return [value for value in tree_leaves((args, kwargs)) if isinstance(value, Unknown)]
 
     def _known(self, value):
         """For a function whose result may have another shape with another number."""
@@ -377,10 +366,9 @@ class Reading(TorchFunctionMode):
         real = self.known.of(tensor)
         is_drawn = self.known.is_drawn(tensor)
         if real is None or is_drawn:
-            answers = (next(self.answers[line]) for line in lines() if line in self.answers)
-            answer = next(answers, None)
-            if answer is not None:
-                return converted(func, answer)
+            line = next((line for line in lines() if line in self.answers), None)
+            if line:
+                return converted(func, next(self.answers[line]))
         if is_drawn:
             self.known.suppose(f"the random integers that {place()} reads are those of one draw")
         if real is None:
@@ -414,9 +402,7 @@ class Reading(TorchFunctionMode):
 
     def _is_factor(self, tensor: Tensor) -> bool:
         """Whether no shape depends on the value of a tensor that the running function was given."""
-        if not self.running:
-            return False
-        func, args, kwargs = self.running[-1]
+        func, args, kwargs = self.running
         name = getattr(func, "__name__", "").strip("_")
         if name in FACTORS or name.startswith("foreach_"):
             return True

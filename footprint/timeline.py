@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable
 from footprint.trace import CATEGORIES, Storage, Trace
 
 Sizes = dict[str, int]  # category -> bytes, without the categories that are empty
+FIELDS = ("bytes", "category", "stage", "module", "shape", "dtype", "op")  # of a group of tensors
 NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")  # of a module in a list
 
 
@@ -59,22 +60,17 @@ def used_categories(groups: Iterable[Sizes]) -> list[str]:
 def alike(storages: list[Storage], count: int) -> list[dict]:
     """The `count` largest groups of storages that differ only by the number of their layer.
 
-    Each has the fields of one storage, its "bytes", and the "count" of its storages.
+    Each has FIELDS, and the "count" of its storages.
     """
     groups: Counter[tuple] = Counter()
-    for storage in storages:
-        module = NUMBER.sub(r"\1*", storage.module, count=1)
-        fields = vars(storage) | {"module": module}
-        _, *common = fields.items()
-        groups[tuple(common)] += 1
+    for each in storages:
+        module = NUMBER.sub(r"\1*", each.module, count=1)
+        key = each.size, each.category, each.stage, module, each.shape, each.dtype, each.op
+        groups[key] += 1
 
-    found = []
-    for common, number in groups.items():
-        fields = dict(common)
-        found.append({"bytes": fields.pop("size"), **fields, "count": number})
-    return sorted(found, key=_largest_first)[:count]
+    def largest_first(group: tuple[tuple, int]) -> tuple[int, str]:
+        (size, *_), number = group
+        return -size * number, str(group)
 
-
-def _largest_first(group: dict) -> tuple[int, str]:
-    *common, count = group.values()
-    return -group["bytes"] * count, str(tuple(common))
+    largest = sorted(groups.items(), key=largest_first)[:count]
+    return [dict(zip(FIELDS, key, strict=True), count=number) for key, number in largest]

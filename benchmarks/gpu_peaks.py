@@ -384,7 +384,9 @@ class NeighborhoodAttention(nn.Module):
         def by_head(layer: nn.Linear) -> Tensor:
             return layer(x_BTD).view(B, T, self.heads, D // self.heads).transpose(1, 2)
 
-        q_BHTK, k_BHTK, v_BHTK = by_head(self.q), by_head(self.k), by_head(self.v)
+        q_BHTK = by_head(self.q)
+        k_BHTK = by_head(self.k)
+        v_BHTK = by_head(self.v)
         scale = 1 / math.sqrt(D // self.heads)
         scores_BHTT = torch.matmul(q_BHTK, k_BHTK.transpose(-2, -1)) * scale
         mask_TT = torch.zeros(T, T, dtype=torch.bool)

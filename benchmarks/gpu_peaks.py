@@ -1,6 +1,6 @@
 """Predicted peaks of steps against peaks that other people measured on their GPUs.
 
-    python -m benchmarks.gpu_peaks [--only STEP ...] [--json FILE] [--svg FILE]
+    python -m benchmarks.gpu_peaks [--only STEP ...] [--svg FILE]
 
 benchmarks/gpu_peaks.json has the measured peaks, their cards and sources. Each step is written
 here from the description of what was alive, and predicted for the card on fake tensors: nothing is
@@ -8,6 +8,7 @@ run. A step runs in the mode "forward", "backward" (its graph is there) or "full
 the step before are alive, and earlier steps of the process have left cuBLAS its workspaces. Prints
 predicted and published MiB, the difference, and the known cause of what is more than 0.1%.
 
+Inside a step every tensor is on the card and in the dtype of its row, unless it says otherwise.
 B rows of T tokens, N = B * T, D width, F inner width, H heads, K width of a head, V vocabulary,
 E experts.
 """
@@ -17,6 +18,8 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 
 import torch
@@ -25,13 +28,12 @@ from torch.nn import functional as F
 
 from base.flags import Parser
 from footprint import predict
-from footprint.html import PALETTE, element, title
+from footprint.html import PALETTE, title
 from footprint.picture import COLOURS, WORDS
 
 MEASURED = Path(__file__).with_suffix(".json")
 MIB = 2**20
 EXACT, CLOSE = 1e-3, 1e-2  # differences that need no cause, and that count as predicted
-CUDA = "cuda"
 
 
 class Step:
@@ -61,30 +63,22 @@ class Step:
         self.graph.backward(self.gradient, retain_graph=True)
 
 
-def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, dtype=dtype, device=CUDA, requires_grad=True)
-
-
-def given(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, dtype=dtype, device=CUDA)
-
-
-def labels(vocabulary: int, *shape: int) -> Tensor:
-    return torch.randint(vocabulary, shape, device=CUDA)
+def leaf(*shape: int, **how: object) -> Tensor:
+    return torch.randn(*shape, requires_grad=True, **how)
 
 
 # ---- norms
 
 
-def norm_step(norm: Callable[[], nn.Module], rows: int, width: int, dtype: torch.dtype) -> Step:
-    """A norm and a second one for comparison, which only holds its weights."""
-    module, other = norm().to(CUDA), norm().to(CUDA)
-    x_ND = leaf(rows, width, dtype=dtype)
-    return Step(lambda: module(x_ND), torch.randn_like(x_ND), other)
+def norm_step(norm: Callable[[], nn.Module], *shape: int) -> Step:
+    """A norm in fp32, and a second one for comparison, which only holds its weights."""
+    module, other = norm().float(), norm().float()
+    x = leaf(*shape)
+    return Step(lambda: module(x), torch.randn_like(x), other)
 
 
-def layer_norm(rows: int, width: int, dtype: torch.dtype) -> Step:
-    return norm_step(lambda: nn.LayerNorm(width), rows, width, dtype)
+def layer_norm(rows: int, width: int) -> Step:
+    return norm_step(lambda: nn.LayerNorm(width), rows, width)
 
 
 class NormInFloat(nn.Module):
@@ -102,26 +96,26 @@ class NormInFloat(nn.Module):
         return self.weight * x.to(dtype)
 
 
-def rms_norm(rows: int, width: int, dtype: torch.dtype) -> Step:
-    return norm_step(lambda: NormInFloat(width), rows, width, dtype)
+def rms_norm(rows: int, width: int) -> Step:
+    return norm_step(lambda: NormInFloat(width), rows, width)
 
 
-def add_rms_norm(rows: int, width: int, dtype: torch.dtype) -> Step:
+def add_rms_norm(rows: int, width: int) -> Step:
     """A residual is added first, and the sum is a result, too."""
-    norms = [NormInFloat(width).to(CUDA) for _ in range(4)]
-    x_ND, residual_ND = leaf(rows, width, dtype=dtype), leaf(rows, width, dtype=dtype)
+    norms = [NormInFloat(width) for _ in range(4)]
+    x_ND, residual_ND = leaf(rows, width), leaf(rows, width)
     gradients = torch.randn_like(x_ND), torch.randn_like(x_ND)
 
     class Both(Step):
         def full(self) -> None:
-            total_ND = x_ND.to(torch.float32) + residual_ND.to(torch.float32)
-            torch.autograd.backward((norms[0](total_ND), total_ND.to(dtype)), gradients)
+            total_ND = x_ND.float() + residual_ND.float()
+            torch.autograd.backward((norms[0](total_ND), total_ND.to(x_ND.dtype)), gradients)
 
     return Both(norms[0].forward, None, norms)
 
 
 def fused_rms_norm(tokens: int, batch: int, width: int) -> Step:
-    norm = nn.RMSNorm(width, eps=1e-6).to(CUDA).to(torch.bfloat16)
+    norm = nn.RMSNorm(width, eps=1e-6, dtype=torch.bfloat16)
     x_TBD = leaf(tokens, batch, width, dtype=torch.bfloat16)
 
     class Summed(Step):
@@ -132,30 +126,30 @@ def fused_rms_norm(tokens: int, batch: int, width: int) -> Step:
     return Summed(lambda: norm(x_TBD))
 
 
-def group_norm(
-    batch: int, width: int, channels: int, channels_per_group: int, dtype: torch.dtype
-) -> Step:
+def group_norm(batch: int, width: int, channels: int, channels_per_group: int) -> Step:
     """Of a batch with B * C * D elements."""
     groups = channels // channels_per_group
-    norms = [nn.GroupNorm(groups, channels).to(CUDA) for _ in range(2)]
-    x_BCD = leaf(batch, channels, width, dtype=dtype)
-    return Step(lambda: norms[0](x_BCD), torch.randn_like(x_BCD), norms)
+    return norm_step(lambda: nn.GroupNorm(groups, channels), batch, channels, width)
 
 
 # ---- losses
 
 
+def heads(count: int, width: int, vocabulary: int) -> list[nn.Linear]:
+    return [nn.Linear(width, vocabulary, bias=False) for _ in range(count)]
+
+
 def cross_entropy(batch: int, tokens: int, vocabulary: int) -> Step:
     logits_NV = leaf(batch * tokens, vocabulary)
-    labels_N = labels(vocabulary, batch * tokens)
+    labels_N = torch.randint(vocabulary, (batch * tokens,))
     return Step(lambda: F.cross_entropy(logits_NV, labels_N))
 
 
-def linear_cross_entropy(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> Step:
-    heads = [nn.Linear(width, vocabulary, bias=False, dtype=dtype, device=CUDA) for _ in range(2)]
-    hidden_ND = leaf(tokens, width, dtype=dtype)
-    labels_N = labels(vocabulary, tokens)
-    return Step(lambda: F.cross_entropy(heads[0](hidden_ND), labels_N), None, heads)
+def linear_cross_entropy(tokens: int, width: int, vocabulary: int) -> Step:
+    head, other = heads(2, width, vocabulary)
+    hidden_ND = leaf(tokens, width)
+    labels_N = torch.randint(vocabulary, (tokens,))
+    return Step(lambda: F.cross_entropy(head(hidden_ND), labels_N), None, other)
 
 
 class ShardedCrossEntropy(torch.autograd.Function):
@@ -171,7 +165,7 @@ class ShardedCrossEntropy(torch.autograd.Function):
         is_other = (labels < 0) | (labels >= logits.shape[-1])
         mine = labels.clone()
         mine[is_other] = 0
-        rows = torch.arange(mine.numel(), device=logits.device)
+        rows = torch.arange(mine.numel())
         predicted = logits.view(-1, logits.shape[-1])[rows, mine.view(-1)]
         predicted = predicted.clone().contiguous().view_as(labels)
         predicted[is_other] = 0.0
@@ -185,7 +179,7 @@ class ShardedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         probabilities, is_other, mine = ctx.saved_tensors
-        rows = torch.arange(mine.numel(), device=grad.device)
+        rows = torch.arange(mine.numel())
         probabilities.view(-1, probabilities.shape[-1])[rows, mine] -= (
             1.0 - is_other.view(-1).float()
         )
@@ -194,7 +188,7 @@ class ShardedCrossEntropy(torch.autograd.Function):
 
 def vocabulary_parallel_cross_entropy(tokens: int, batch: int, vocabulary: int) -> Step:
     logits_TBV = leaf(tokens, batch, vocabulary, dtype=torch.bfloat16)
-    labels_TB = labels(vocabulary, tokens, batch)
+    labels_TB = torch.randint(vocabulary, (tokens, batch))
 
     class Cleared(Step):
         def full(self) -> None:
@@ -206,7 +200,7 @@ def vocabulary_parallel_cross_entropy(tokens: int, batch: int, vocabulary: int) 
 
 def kl_div(batch: int, tokens: int, vocabulary: int) -> Step:
     input_NV = leaf(batch * tokens, vocabulary).log_softmax(dim=-1)
-    target_NV = given(batch * tokens, vocabulary).softmax(dim=-1)
+    target_NV = torch.randn(batch * tokens, vocabulary).softmax(dim=-1)
     return Step(lambda: F.kl_div(input_NV, target_NV, reduction="batchmean"))
 
 
@@ -224,61 +218,59 @@ def jensen_shannon(log_q: Tensor, log_p: Tensor, reduction: str, weight: float =
     return (loss / log_q.shape[0]).sum() if reduction == "none" else loss
 
 
-def jsd(batch: int, tokens: int, vocabulary: int) -> Step:
+def jsd(
+    tokens: int,
+    vocabulary: int,
+    batch: int = 1,
+    reduction: str = "batchmean",
+    gradient: str | None = None,
+) -> Step:
     log_q_NV = leaf(batch * tokens, vocabulary).log_softmax(dim=-1)
-    log_p_NV = given(batch * tokens, vocabulary).log_softmax(dim=-1)
-    return Step(lambda: jensen_shannon(log_q_NV, log_p_NV, "batchmean"))
+    log_p_NV = torch.randn(batch * tokens, vocabulary).log_softmax(dim=-1)
+    return Step(lambda: jensen_shannon(log_q_NV, log_p_NV, reduction), gradient)
 
 
-def jsd_summed(tokens: int, vocabulary: int) -> Step:
-    log_q_NV = leaf(tokens, vocabulary).log_softmax(dim=-1)
-    log_p_NV = given(tokens, vocabulary).log_softmax(dim=-1)
-    return Step(lambda: jensen_shannon(log_q_NV, log_p_NV, "none"), "drawn")
-
-
-def linear_jsd(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> Step:
+def linear_jsd(tokens: int, width: int, vocabulary: int) -> Step:
     """A student learns from a teacher; each has a head of its own."""
-    student, teacher = (
-        nn.Linear(width, vocabulary, bias=False, dtype=dtype, device=CUDA) for _ in range(2)
-    )
-    x_ND, y_ND = leaf(tokens, width, dtype=dtype), given(tokens, width, dtype=dtype)
+    student, teacher = heads(2, width, vocabulary)
+    x_ND, y_ND = leaf(tokens, width), torch.randn(tokens, width)
     temperature = 1.0
 
     def forward() -> Tensor:
         logits_NV, wanted_NV = student(x_ND), teacher(y_ND)
         log_q_NV = torch.log_softmax(logits_NV / temperature, dim=-1)
         log_p_NV = torch.log_softmax(wanted_NV / temperature, dim=-1)
-        return jensen_shannon(log_q_NV, log_p_NV, "batchmean").to(dtype)
+        return jensen_shannon(log_q_NV, log_p_NV, "batchmean").to(x_ND.dtype)
 
     return Step(forward)
 
 
-def linear_grpo(batch: int, tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> Step:
+def linear_grpo(batch: int, tokens: int, width: int, vocabulary: int) -> Step:
     """A clipped policy loss with a penalty towards a reference model, each with a head."""
-    heads = [nn.Linear(width, vocabulary, bias=False, dtype=dtype, device=CUDA) for _ in range(4)]
-    x_BTD = leaf(batch, tokens, width, dtype=dtype)
-    reference_BTD = given(batch, tokens, width, dtype=dtype)
-    chosen_BT = labels(vocabulary, batch, tokens)
-    mask_BT = torch.ones(batch, tokens, device=CUDA)
-    advantages_B = given(batch, dtype=dtype)
+    policy, reference, *others = heads(4, width, vocabulary)
+    x_BTD, y_BTD = leaf(batch, tokens, width), torch.randn(batch, tokens, width)
+    chosen_BT1 = torch.randint(vocabulary, (batch, tokens, 1))
+    mask_BT = torch.ones(batch, tokens, dtype=torch.float32)
+    advantages_B1 = torch.randn(batch, 1)
+
+    def log_p(x_BTD: Tensor, head: nn.Linear) -> tuple[Tensor, ...]:
+        """Of the chosen tokens, and of all, with the logits: both stay alive."""
+        logits_BTV = x_BTD @ head.weight.t()
+        log_p_BTV = F.log_softmax(logits_BTV.float(), dim=-1)
+        return log_p_BTV.gather(dim=-1, index=chosen_BT1).squeeze(-1), log_p_BTV, logits_BTV
 
     def forward() -> Tensor:
-        logits_BTV = x_BTD @ heads[0].weight.t()
-        log_p_BTV = F.log_softmax(logits_BTV.float(), dim=-1)
-        log_p_BT = log_p_BTV.gather(dim=-1, index=chosen_BT.unsqueeze(-1)).squeeze(-1)
+        log_p_BT, *of_all_BTV = log_p(x_BTD, policy)
         with torch.no_grad():
-            wanted_BTV = reference_BTD @ heads[1].weight.t()
-            wanted_log_p_BTV = F.log_softmax(wanted_BTV.float(), dim=-1)
-            wanted_BT = wanted_log_p_BTV.gather(dim=-1, index=chosen_BT.unsqueeze(-1)).squeeze(-1)
+            wanted_BT, *wanted_of_all_BTV = log_p(y_BTD, reference)
         ratio_BT = torch.exp(log_p_BT - log_p_BT.detach())
         clipped_BT = torch.clamp(ratio_BT, 0.8, 1.2)
-        gain_B1 = advantages_B.unsqueeze(1)
-        loss_BT = -torch.min(ratio_BT * gain_B1, clipped_BT * gain_B1)
+        loss_BT = -torch.min(ratio_BT * advantages_B1, clipped_BT * advantages_B1)
         apart_BT = torch.exp(wanted_BT - log_p_BT) - (wanted_BT - log_p_BT) - 1.0
         loss_BT = loss_BT + 0.1 * apart_BT
         return (loss_BT * mask_BT).sum() / torch.clamp(mask_BT.sum(), min=1.0)
 
-    return Step(forward, None, heads)
+    return Step(forward, None, others)
 
 
 # ---- layers
@@ -296,31 +288,6 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.gate(x)) * self.up(x))
-
-
-def mlp_step(
-    batch: int,
-    tokens: int,
-    width: int,
-    inner: int,
-    dtype: torch.dtype,
-    activation: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, GatedMLP]:
-    x_BTD = leaf(batch, tokens, width, dtype=dtype)
-    return x_BTD, GatedMLP(width, inner, activation).to(CUDA).to(dtype)
-
-
-def swiglu(batch: int, tokens: int, width: int, inner: int, dtype: torch.dtype) -> Step:
-    x_BTD, mlp = mlp_step(batch, tokens, width, inner, dtype, F.silu)
-    return Step(lambda: mlp(x_BTD), "drawn")
-
-
-def geglu(batch: int, tokens: int, width: int, inner: int, dtype: torch.dtype) -> Step:
-    def activation(x: Tensor) -> Tensor:
-        return F.gelu(x, approximate="tanh")
-
-    x_BTD, mlp = mlp_step(batch, tokens, width, inner, dtype, activation)
-    return Step(lambda: mlp(x_BTD), "drawn")
 
 
 class Tiled(torch.autograd.Function):
@@ -354,25 +321,31 @@ class Tiled(torch.autograd.Function):
         return dx_ND.view(x.shape), None, None
 
 
-def tiled_swiglu(
-    batch: int, tokens: int, width: int, inner: int, tiles: int, dtype: torch.dtype
+def gated_mlp(
+    batch: int,
+    tokens: int,
+    width: int,
+    inner: int,
+    activation: Callable[[Tensor], Tensor],
+    tiles: int = 0,
 ) -> Step:
-    x_BTD, mlp = mlp_step(batch, tokens, width, inner, dtype, F.silu)
-    return Step(lambda: Tiled.apply(x_BTD, mlp, tiles), "drawn")
+    x_BTD = leaf(batch, tokens, width)
+    mlp = GatedMLP(width, inner, activation)
+    if tiles:
+        return Step(lambda: Tiled.apply(x_BTD, mlp, tiles), "drawn")
+    return Step(lambda: mlp(x_BTD), "drawn")
 
 
-def experts_in_a_loop(
-    experts: int, tokens: int, width: int, inner: int, chosen: int, dtype: torch.dtype
-) -> Step:
+def experts_in_a_loop(experts: int, tokens: int, width: int, inner: int, chosen: int) -> Step:
     """Experts one after another over the tokens that chose them, as transformers runs them. Which
     tokens did is random; here each expert gets equally many.
     """
-    x_TD = leaf(tokens, width, dtype=dtype)
-    up_EFD = leaf(experts, 2 * inner, width, dtype=dtype) * 0.02
-    down_EDF = leaf(experts, width, inner, dtype=dtype) * 0.02
-    logits_TE = given(tokens, experts)
+    x_TD = leaf(tokens, width)
+    up_EFD = leaf(experts, 2 * inner, width) * 0.02
+    down_EDF = leaf(experts, width, inner) * 0.02
+    logits_TE = torch.randn(tokens, experts, dtype=torch.float32)
     chosen_TK = torch.topk(logits_TE, chosen, dim=-1).indices.to(torch.int32)
-    weights_TK = torch.softmax(given(tokens, chosen), dim=-1).to(dtype).requires_grad_()
+    weights_TK = torch.softmax(torch.randn(tokens, chosen), dim=-1).requires_grad_()
     share = max(1, tokens * chosen // experts)
 
     def forward() -> Tensor:
@@ -380,7 +353,7 @@ def experts_in_a_loop(
         mask_EKT = F.one_hot(chosen_TK.long(), num_classes=experts).permute(2, 1, 0)
         hit_E = torch.greater(mask_EKT.sum(dim=(-1, -2)), 0)
         for expert in range(experts):
-            pair_2N = torch.zeros(2, share, dtype=torch.int64, device=CUDA)
+            pair_2N = torch.zeros(2, share, dtype=torch.int64)
             place_N, token_N = pair_2N
             part_ND = x_TD[token_N]
             gate_NF, up_NF = F.linear(part_ND, up_EFD[expert]).chunk(2, dim=-1)
@@ -408,15 +381,15 @@ class NeighborhoodAttention(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         B, T, D = x_BTD.shape
 
-        def by_head(x: Tensor) -> Tensor:
-            return x.view(B, T, self.heads, D // self.heads).transpose(1, 2)
+        def by_head(layer: nn.Linear) -> Tensor:
+            return layer(x_BTD).view(B, T, self.heads, D // self.heads).transpose(1, 2)
 
-        q_BHTK = by_head(self.q(x_BTD))
-        k_BHTK = by_head(self.k(x_BTD))
-        v_BHTK = by_head(self.v(x_BTD))
+        q_BHTK = by_head(self.q)
+        k_BHTK = by_head(self.k)
+        v_BHTK = by_head(self.v)
         scale = 1 / math.sqrt(D // self.heads)
         scores_BHTT = torch.matmul(q_BHTK, k_BHTK.transpose(-2, -1)) * scale
-        mask_TT = torch.zeros(T, T, device=x_BTD.device, dtype=torch.bool)
+        mask_TT = torch.zeros(T, T, dtype=torch.bool)
         scores_BHTT = scores_BHTT.masked_fill(~mask_TT, float("-inf"))
         weights_BHTT = torch.softmax(scores_BHTT, dim=-1)
         out_BHTK = torch.matmul(weights_BHTT, v_BHTK)
@@ -424,17 +397,10 @@ class NeighborhoodAttention(nn.Module):
         return self.out(out_BTD)
 
 
-def neighborhood_attention(
-    batch: int, tokens: int, width: int, heads: int, dtype: torch.dtype
-) -> Step:
-    layers = [NeighborhoodAttention(width, heads).to(CUDA).to(dtype) for _ in range(2)]
-    x_BTD = leaf(batch, tokens, width, dtype=dtype)
-    return Step(lambda: layers[0](x_BTD), torch.randn_like(x_BTD), layers)
-
-
-def causal_mask(tokens: int) -> Tensor:
-    ones_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=CUDA)
-    return torch.tril(ones_TT).view(1, 1, tokens, tokens)
+def neighborhood_attention(batch: int, tokens: int, width: int, heads: int) -> Step:
+    layer, other = (NeighborhoodAttention(width, heads) for _ in range(2))
+    x_BTD = leaf(batch, tokens, width)
+    return Step(lambda: layer(x_BTD), torch.randn_like(x_BTD), other)
 
 
 def convolved(
@@ -442,35 +408,24 @@ def convolved(
     tokens: int,
     channels: int,
     kernel: int,
-    dtype: torch.dtype,
     weights_of_scores: Callable[[Tensor], Tensor],
-    wide: torch.dtype,
+    wide: torch.dtype | None = None,
 ) -> Step:
-    """Attention weights of several heads mixed by a convolution."""
-    convolutions = [nn.Conv2d(channels, channels, kernel, padding=kernel // 2) for _ in range(2)]
-    first, other = (convolution.to(CUDA).to(dtype) for convolution in convolutions)
-    scores_BCTT = leaf(batch, channels, tokens, tokens, dtype=dtype)
+    """Attention weights of several heads mixed by a convolution, in the dtype `wide`."""
+    first, other = (nn.Conv2d(channels, channels, kernel, padding=kernel // 2) for _ in range(2))
+    scores_BCTT = leaf(batch, channels, tokens, tokens)
+    dtype = wide or scores_BCTT.dtype
 
     def forward() -> Tensor:
-        mask_TT = causal_mask(tokens)
-        low = torch.tensor(-1e9, device=CUDA, dtype=wide)
-        zero = torch.tensor(0.0, device=CUDA, dtype=wide)
-        masked_BCTT = scores_BCTT.to(wide).masked_fill(~mask_TT, low)
+        mask_TT = torch.tril(torch.ones(tokens, tokens, dtype=torch.bool))[None, None]
+        low, zero = torch.tensor(-1e9, dtype=dtype), torch.tensor(0.0, dtype=dtype)
+        masked_BCTT = scores_BCTT.to(dtype).masked_fill(~mask_TT, low)
         weights_BCTT = weights_of_scores(masked_BCTT)
-        kernels, bias = first.weight.to(wide), first.bias.to(wide)
+        kernels, bias = first.weight.to(dtype), first.bias.to(dtype)
         mixed_BCTT = F.conv2d(weights_BCTT, kernels, bias, padding=kernel // 2)
-        return mixed_BCTT.masked_fill(~mask_TT, zero).to(dtype)
+        return mixed_BCTT.masked_fill(~mask_TT, zero).to(scores_BCTT.dtype)
 
     return Step(forward, torch.randn_like(scores_BCTT), other)
-
-
-def multi_token_attention(
-    batch: int, tokens: int, channels: int, kernel: int, dtype: torch.dtype
-) -> Step:
-    def weights(scores: Tensor) -> Tensor:
-        return F.softmax(scores, dim=-1)
-
-    return convolved(batch, tokens, channels, kernel, dtype, weights, dtype)
 
 
 def sparsemax(scores: Tensor) -> Tensor:
@@ -478,7 +433,7 @@ def sparsemax(scores: Tensor) -> Tensor:
     tokens = scores.shape[-1]
     ordered, _ = torch.sort(scores, dim=-1, descending=True)
     sums = torch.cumsum(ordered, dim=-1)
-    counts = torch.arange(1, tokens + 1, device=CUDA, dtype=scores.dtype).view(1, 1, 1, tokens)
+    counts = torch.arange(1, tokens + 1, dtype=scores.dtype).view(1, 1, 1, tokens)
     is_positive = ordered > -1e8
     is_inside = (1 + counts * ordered > sums) & is_positive
     support = torch.sum(is_inside, dim=-1, keepdim=True)
@@ -490,28 +445,22 @@ def sparsemax(scores: Tensor) -> Tensor:
     return torch.clamp(scores - threshold, min=0)
 
 
-def sparse_multi_token_attention(
-    batch: int, tokens: int, channels: int, kernel: int, dtype: torch.dtype
-) -> Step:
-    return convolved(batch, tokens, channels, kernel, dtype, sparsemax, torch.float32)
-
-
 def rotated_half(x: Tensor) -> Tensor:
     first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
     return torch.cat((-second, first), dim=-1)
 
 
-def rope(tokens: int, width: int, heads: int, kv_heads: int, dtype: torch.dtype) -> Step:
+def rope(tokens: int, width: int, heads: int, kv_heads: int) -> Step:
     """Rotated queries and keys, whose gradients are returned and not kept."""
     size = width // heads
-    q_BHTK = leaf(1, tokens, heads, size, dtype=dtype).transpose(1, 2)
-    k_BGTK = leaf(1, tokens, kv_heads, size, dtype=dtype).transpose(1, 2)
+    q_BHTK = leaf(1, tokens, heads, size).transpose(1, 2)
+    k_BGTK = leaf(1, tokens, kv_heads, size).transpose(1, 2)
     gradients = torch.randn_like(q_BHTK), torch.randn_like(k_BGTK)
     # the angles are a product, so that cuBLAS has a workspace
-    frequencies_1K1 = given(1, size // 2, 1)
-    angles_1KT = frequencies_1K1 @ torch.arange(tokens, device=CUDA).float()[None, None, :]
+    frequencies_1K1 = torch.randn(1, size // 2, 1, dtype=torch.float32)
+    angles_1KT = frequencies_1K1 @ torch.arange(tokens).float()[None, None, :]
     angles_BTK = torch.cat((angles_1KT, angles_1KT), dim=1).transpose(1, 2)
-    cos_BTK, sin_BTK = angles_BTK.cos().to(dtype), angles_BTK.sin().to(dtype)
+    cos_BTK, sin_BTK = (angle.to(q_BHTK.dtype) for angle in (angles_BTK.cos(), angles_BTK.sin()))
     del angles_1KT, angles_BTK
 
     def forward() -> list[Tensor]:
@@ -526,37 +475,37 @@ def rope(tokens: int, width: int, heads: int, kv_heads: int, dtype: torch.dtype)
     return Returned(forward, None, gradients)
 
 
-def softmax(width: int, dtype: torch.dtype) -> Step:
-    x_D = leaf(width, dtype=dtype)
+def softmax(width: int) -> Step:
+    x_D = leaf(width)
     return Step(lambda: torch.softmax(x_D, dim=-1), "ones")
 
 
+swiglu = partial(gated_mlp, activation=F.silu)
 STEPS: dict[str, Callable[..., Step]] = {
-    function.__name__: function
-    for function in (
-        layer_norm,
-        rms_norm,
-        add_rms_norm,
-        fused_rms_norm,
-        group_norm,
-        cross_entropy,
-        linear_cross_entropy,
-        vocabulary_parallel_cross_entropy,
-        kl_div,
-        jsd,
-        jsd_summed,
-        linear_jsd,
-        linear_grpo,
-        swiglu,
-        geglu,
-        tiled_swiglu,
-        experts_in_a_loop,
-        neighborhood_attention,
-        multi_token_attention,
-        sparse_multi_token_attention,
-        rope,
-        softmax,
-    )
+    "layer_norm": layer_norm,
+    "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
+    "fused_rms_norm": fused_rms_norm,
+    "group_norm": group_norm,
+    "cross_entropy": cross_entropy,
+    "linear_cross_entropy": linear_cross_entropy,
+    "vocabulary_parallel_cross_entropy": vocabulary_parallel_cross_entropy,
+    "kl_div": kl_div,
+    "jsd": jsd,
+    "jsd_summed": partial(jsd, reduction="none", gradient="drawn"),
+    "linear_jsd": linear_jsd,
+    "linear_grpo": linear_grpo,
+    "swiglu": swiglu,
+    "tiled_swiglu": swiglu,
+    "geglu": partial(gated_mlp, activation=partial(F.gelu, approximate="tanh")),
+    "experts_in_a_loop": experts_in_a_loop,
+    "neighborhood_attention": neighborhood_attention,
+    "multi_token_attention": partial(convolved, weights_of_scores=partial(F.softmax, dim=-1)),
+    "sparse_multi_token_attention": partial(
+        convolved, weights_of_scores=sparsemax, wide=torch.float32
+    ),
+    "rope": rope,
+    "softmax": softmax,
 }
 # step -> what the prediction cannot know of it
 CAUSES = {
@@ -602,22 +551,25 @@ def predicted_mib(row: Row) -> float:
     """
     mode = "full" if row.step in ALWAYS_FULL else row.mode
     sizes = dict(row.sizes)
-    if "dtype" in sizes:
-        sizes["dtype"] = getattr(torch, sizes["dtype"])
+    dtype = getattr(torch, sizes.pop("dtype", "float32"))
+    make = partial(STEPS[row.step], **sizes)
 
     def build() -> Step:
-        step = STEPS[row.step](**sizes)
+        torch.set_default_device("cuda")
+        step = make()
         if mode == "full":
             return step
-        STEPS[row.step](**sizes).full()
+        make().full()
         if mode == "backward":
             step.prepare_backward()
         return step
 
-    def one_step(step: Step) -> None:
-        getattr(step, mode)()
-
-    return predict(build, one_step, target=row.card).allocated / MIB
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return predict(build, methodcaller(mode), target=row.card).allocated / MIB
+    finally:
+        torch.set_default_dtype(usual)
 
 
 @dataclass(frozen=True)
@@ -658,7 +610,7 @@ def place(mib: float) -> float:
 
 
 def label(words: str, x: float, y: float, anchor: str = "start") -> str:
-    return element("text", words, x=f"{x:g}", y=f"{y:g}", text_anchor=anchor)
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{words}</text>'
 
 
 def grid() -> str:
@@ -668,12 +620,12 @@ def grid() -> str:
     for power in range(DECADES[0], DECADES[1] + 1):
         at = place(10.0**power)
         across = f"M{LEFT},{FLOOR - at:g}H{right}M{LEFT + at:g},{FLOOR}V{TOP}"
-        parts.append(element("path", d=across, stroke="var(--line)"))
+        parts.append(f'<path d="{across}" stroke="var(--line)"/>')
         if power % 2:
             words = f"{10.0**power:,g}"
             parts.append(label(words, LEFT - 8, FLOOR - at + 4, "end"))
             parts.append(label(words, LEFT + at, FLOOR + 18, "middle"))
-    parts.append(element("path", d=f"M{LEFT},{FLOOR}L{right},{TOP}", stroke="var(--faint)"))
+    parts.append(f'<path d="M{LEFT},{FLOOR}L{right},{TOP}" stroke="var(--faint)"/>')
     parts.append(label("published peak, MiB", (LEFT + right) / 2, FLOOR + 38, "middle"))
     return "".join(parts) + label("predicted, MiB", LEFT + 6, TOP + 14)
 
@@ -685,31 +637,22 @@ def picture(found: Sequence[Comparison]) -> str:
     for each in found:
         x = LEFT + place(each.row.published_mib)
         y = FLOOR - place(each.predicted_mib)
+        fill = f'fill="{colours[each.row.card]}" opacity="0.7"'
         words = title(each.text)
-        colour = colours[each.row.card]
-        points.append(
-            element("circle", words, cx=f"{x:.1f}", cy=f"{y:.1f}", r=4, fill=colour, opacity=0.7)
-        )
-    keys = []
+        points.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {fill}>{words}</circle>')
     for index, (card, colour) in enumerate(colours.items()):
         y = TOP + 20 + 22 * index
-        keys.append(element("circle", cx=FLOOR + LEFT + 20, cy=y - 4, r=5, fill=colour))
-        keys.append(label(card, FLOOR + LEFT + 32, y))
-    paper = element("rect", width=WIDTH, height=HEIGHT, fill="var(--paper)")
-    return element(
-        "svg",
-        element("style", PALETTE + WORDS) + paper + grid() + "".join(points + keys),
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        role="img",
-        aria_label=f"Predicted against published peaks of {len(found)} steps on GPUs",
-    )
+        points.append(f'<circle cx="{FLOOR + LEFT + 20}" cy="{y - 4}" r="5" fill="{colour}"/>')
+        points.append(label(card, FLOOR + LEFT + 32, y))
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"
+aria-label="Predicted against published peaks of {len(found)} steps on GPUs">
+<style>{PALETTE}{WORDS}</style>
+<rect width="{WIDTH}" height="{HEIGHT}" fill="var(--paper)"/>{grid()}{"".join(points)}</svg>"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=STEPS, help="these steps")
-    parser.add_argument("--json", help="write the comparisons to this file")
     parser.add_argument("--svg", help="draw the comparisons into this file")
     chosen = parser.parse_args(arguments)
 
@@ -723,9 +666,6 @@ def main(arguments: list[str] | None = None) -> int:
     exact = sum(abs(each.error) <= EXACT for each in found)
     close = sum(abs(each.error) <= CLOSE for each in found)
     print(f"{len(found)} rows: {exact} within 0.1%, {close} within 1%")
-    if chosen.json:
-        listed = [vars(each.row) | {"predicted_mib": each.predicted_mib} for each in found]
-        Path(chosen.json).write_text(json.dumps(listed, indent=1) + "\n")
     if chosen.svg:
         Path(chosen.svg).write_text(picture(found) + "\n")
     return 0 if close >= 0.9 * len(found) else 1

@@ -153,8 +153,8 @@ class Allocator:
         kind = ExpandablePool if expandable else Pool
         self.pools = (kind(small=True), kind(small=False))
         self.capacity = capacity
-        self.reserved = 0
-        self.allocated = 0
+        self.reserved = self.peak_reserved = 0
+        self.allocated = self.peak_allocated = 0
 
     def malloc(self, size: int) -> Block:
         """A block of at least `size` bytes; OutOfMemory beyond the capacity."""
@@ -169,6 +169,7 @@ class Allocator:
             pool.release(address + wanted, taken - wanted)
             taken = wanted
         self.allocated += taken
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
         return Block(address, taken)
 
     def new_segment(self, pool: Pool, size: int) -> None:
@@ -182,6 +183,7 @@ class Allocator:
             )
         pool.grow(growth)
         self.reserved += growth
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def _exceeds(self, growth: int) -> bool:
         if not self.capacity:
@@ -215,35 +217,27 @@ class Replay:
 
 
 class Run:
-    """An allocator, the block of each storage, and the peaks so far."""
+    """An allocator, and the block and the bytes of each storage."""
 
     def __init__(self, allocator: Allocator):
         self.allocator = allocator
         self.blocks: dict[int, Block] = {}
         self.sizes: dict[int, int] = {}
-        self.live = 0
-        self.peak_live = 0
-        self.peak_allocated = 0
-        self.peak_reserved = 0
 
     def resize(self, storage: int, size: int):
         """Give a storage `size` bytes; 0 frees it."""
         if size == self.sizes.get(storage, 0):
             return
         if storage in self.blocks:
-            self.live -= self.sizes.pop(storage)
+            del self.sizes[storage]
             self.allocator.free(self.blocks.pop(storage))
         if size:
             self.blocks[storage] = self.allocator.malloc(size)
             self.sizes[storage] = size
-            self.live += size
-            self._note()
 
     def workspace(self, size: int):
         """Allocate a workspace and free it."""
-        block = self.allocator.malloc(size)
-        self._note(size)
-        self.allocator.free(block)
+        self.allocator.free(self.allocator.malloc(size))
 
     def become(self, wanted: dict[int, int]):
         """Free every storage that is not in `wanted`, then allocate those that are missing."""
@@ -251,11 +245,6 @@ class Run:
             self.resize(storage, 0)
         for storage, size in wanted.items():
             self.resize(storage, size)
-
-    def _note(self, workspace: int = 0):
-        self.peak_live = max(self.peak_live, self.live + workspace)
-        self.peak_allocated = max(self.peak_allocated, self.allocator.allocated)
-        self.peak_reserved = max(self.peak_reserved, self.allocator.reserved)
 
 
 def of_step(trace: Trace) -> Trace:
@@ -265,7 +254,7 @@ def of_step(trace: Trace) -> Trace:
     because then the model is dropped. The keys and values of a rollout are buffers of the step
     itself.
     """
-    before = {event.storage for event in trace.events if not event.time}
+    before = held_before(trace)
     for index, event in enumerate(trace.events):
         freed = event.bytes < 0 and event.time and event.storage in before
         if freed and trace.storages[event.storage].category in PERMANENT:
@@ -280,22 +269,28 @@ def replay(trace: Trace, expandable: bool = False, capacity: int = 0, steps: int
     in training: they settle in segments that activations left, and later steps must replace those.
     """
     trace = of_step(trace)
-    before = {event.storage: event.bytes for event in trace.events if event.time == 0}
+    before = held_before(trace)
     states = {}
     for storage, size in before.items():
-        if size and trace.storages[storage].category == "optimizer":
+        if trace.storages[storage].category == "optimizer":
             states[storage] = size
 
-    run = Run(Allocator(expandable, capacity))
-    stateless = {storage: size for storage, size in before.items() if storage not in states}
-    run.become(stateless)
+    allocator = Allocator(expandable, capacity)
+    run = Run(allocator)
+    run.become({storage: size for storage, size in before.items() if storage not in states})
     for _ in range(steps):
         play(run, trace, states)
         run.become(before)
         states = {}
 
+    live, _ = trace.peak()
     segments = "expandable" if expandable else "classic"
-    return Replay(run.peak_live, run.peak_allocated, run.peak_reserved, segments)
+    return Replay(live, allocator.peak_allocated, allocator.peak_reserved, segments)
+
+
+def held_before(trace: Trace) -> dict[int, int]:
+    """Storage -> bytes of what is alive before the step."""
+    return {event.storage: event.bytes for event in trace.events if not event.time}
 
 
 def replays_of(trace: Trace) -> tuple[Replay, Replay]:

@@ -73,13 +73,14 @@ def copied_bytes(target: str, func, args, outputs) -> int:
     if name in CONTIGUOUS:
         given = [args[position] for position in CONTIGUOUS[name]]
         turned = [value for value in given if not value.is_contiguous()]
-        copied = sum(map(dense_bytes, turned))
+        copied = sum(value.nbytes for value in turned)
         if target == "cpu":
-            copied += max(map(turning_bytes, turned), default=0)
-        return copied + (given[0].nbytes if _multiplies(target, name) else 0)
+            return copied + max(map(turning_bytes, turned), default=0)
+        # softmax's backward holds grad * output (cuda/SoftMax.cu)
+        return copied + (given[0].nbytes if name == "aten::_softmax_backward_data" else 0)
     if name in PRODUCTS:
         given = [args[position] for position in PRODUCTS[name]]
-        return sum(dense_bytes(value) for value in given if not is_matrix(value))
+        return sum(value.nbytes for value in given if not is_matrix(value))
     if name in LOSSES:
         return loss_bytes(target, name, args) if _reduces(outputs, args) else 0
     if name == "aten::soft_margin_loss_backward":
@@ -100,15 +101,6 @@ def turning_bytes(value: Tensor) -> int:
     if value.dim() != 2 or value.numel() < BLOCK * BLOCK or value.stride() != (1, len(value)):
         return 0
     return BLOCK * BLOCK * value.element_size()
-
-
-def dense_bytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()
-
-
-def _multiplies(target: str, name: str) -> bool:
-    """Softmax's backward on CUDA holds grad * output (cuda/SoftMax.cu)."""
-    return target == "cuda" and name == "aten::_softmax_backward_data"
 
 
 def is_matrix(value: Tensor) -> bool:

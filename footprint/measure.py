@@ -16,12 +16,8 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
 
     CUDA: the caching allocator's own peak. CPU: the allocator's events, which the profiler records.
     """
-    if device.type == "cuda":
-        return _cuda_peak_bytes(function, device)
-    return peak_of_last(lambda: None, lambda _: function())
-
-
-def _cuda_peak_bytes(function: Callable[[], object], device: torch.device) -> int:
+    if device.type != "cuda":
+        return peak_of_last(lambda: None, lambda _: function())
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -1,7 +1,5 @@
 """What each storage of a trace is: a parameter, a gradient, an optimizer state, an activation."""
 
-import bisect
-import math
 from collections.abc import Iterator
 
 import torch
@@ -10,15 +8,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from footprint.places import (
-    BACKWARD,
-    FORWARD,
-    LOSS,
-    OPTIMIZER,
-    RECOMPUTE,
-    StepTracker,
-    local,
-)
+from footprint.places import OPTIMIZER, StepTracker, local
 
 DEEPEST = 6  # levels of lists, dictionaries and objects in which models are looked for
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device)
@@ -86,22 +76,18 @@ def label(
 
     origins: id of a storage that was alive before the step -> the phase that made it.
     """
-    trace = tracker.trace
     owned = dict(_owned(tracker, state))
-    kept, inputs = _kept_and_inputs(tracker)
-    for identity, storage in trace.storages.items():
+    for identity, storage in tracker.trace.storages.items():
         if identity in owned:
             storage.category, storage.module = owned[identity]
         elif identity in tracker.gradients:
             storage.category = "gradient"
-        elif storage.category:  # FSDP2's whole parameters have theirs from the tracker
+        elif storage.category == "unsharded":
             continue
-        elif origins.get(identity) == OPTIMIZER:
-            storage.category = "optimizer"
-        elif identity in inputs or identity in origins:
-            storage.category = "input"
-        else:
-            storage.category = "activation" if identity in kept else "temporary"
+        elif identity in origins:
+            storage.category = "optimizer" if origins[identity] == OPTIMIZER else "input"
+        elif not storage.category:
+            storage.category = "temporary"
 
 
 def _owned(tracker: StepTracker, state: object) -> Iterator[tuple[int, tuple[str, str]]]:
@@ -137,41 +123,3 @@ def is_optimizer(value: object) -> bool:
     if isinstance(value, Optimizer | nn.Module | type) or not hasattr(value, "__dict__"):
         return False
     return callable(getattr(value, "step", None)) and callable(getattr(value, "zero_grad", None))
-
-
-def _kept_and_inputs(tracker: StepTracker) -> tuple[set[int], set[int]]:
-    """Storages that are made outside of the backward and are alive when the next backward starts,
-    or that outlive the recomputation that made them; and those that are made before a forward,
-    outside of it, and are alive when it starts.
-    """
-    trace = tracker.trace
-    born: dict[int, int] = {}
-    died: dict[int, int] = {}
-    for event in trace.events:
-        times = born if event.bytes > 0 else died
-        times[event.storage] = event.time
-
-    ends = [time for time, _ in trace.phases]
-    backwards = [time for time, phase in trace.phases if phase == BACKWARD]
-    forwards = [time for time, phase in trace.phases if phase == FORWARD]
-    kept, inputs = set(), set()
-    for identity in trace.storages:
-        time = born.get(identity, 0)
-        last = died.get(identity, math.inf)
-        phase = trace.phase_at(time)
-        until_backward = phase in (FORWARD, LOSS) and _reaches(last, backwards, time)
-        if until_backward or (phase == RECOMPUTE and _reaches(last, ends, time)):
-            kept.add(identity)
-        elif phase not in (BACKWARD, OPTIMIZER) and _reaches(last, forwards, time):
-            inputs.add(identity)
-    return kept, inputs
-
-
-def _reaches(
-    last: float,
-    marks: list[int],
-    time: int,
-) -> bool:
-    """Whether what is made at `time` and freed at `last` is alive at the next of the marks."""
-    following = bisect.bisect_right(marks, time)
-    return following < len(marks) and last >= marks[following]

@@ -6,13 +6,13 @@ title, so that the picture is complete without a script. The colours are Okabe a
 colour-blind readers can tell apart. Sizes are bytes; GiB = 2^30 bytes.
 """
 
+from dataclasses import dataclass
 from html import escape
-from itertools import groupby
 
 from footprint.allocator import GIB, MIB, Replay
 from footprint.html import PALETTE, nice, title
-from footprint.timeline import Moment, alike, by_name, columns, largest, moments, sampled
-from footprint.trace import CATEGORIES, Storage, Trace, first_of_each
+from footprint.timeline import Sizes, alike, peak_times, sizes_at, used_categories
+from footprint.trace import Storage, Trace, first_of_each
 
 # From the bottom to the top: what changes least lies below
 COLOURS = {
@@ -35,6 +35,7 @@ TOP = 26
 RIGHT = 14
 BANDS = 46  # height of the two rows below the areas
 FLOOR = TOP + HEIGHT
+ACROSS = WIDTH - LEFT - RIGHT
 
 WORDS = """
 svg { font: 13px system-ui, sans-serif; }
@@ -51,7 +52,7 @@ path.mark { stroke: var(--mark); stroke-width: 1.5; stroke-dasharray: 4 3; }
 circle.mark { fill: var(--mark); }
 text.mark { font-weight: 650; stroke: var(--paper); stroke-width: 4; paint-order: stroke; }
 """
-COLUMNS = 240  # of the areas; each has a tooltip
+COLUMNS = 240  # of the areas; each shows its largest moment and has a tooltip
 NAMED = 6  # tensors that a tooltip names
 
 
@@ -93,54 +94,62 @@ def level(y: float, kind: str, words: str = "") -> str:
 # ---- coordinates
 
 
+@dataclass(frozen=True)
 class Scale:
     """Maps event time and bytes to the coordinates of the picture."""
 
-    def __init__(self, first: int, last: int, top: int):
-        self.first = first
-        self.last = max(last, first + 1)
-        self.top = max(top, 1)
+    first: int
+    after: int  # the last time
+    top: int
 
-    def x(self, time: float) -> float:
-        part = (time - self.first) / (self.last - self.first)
-        part = min(max(part, 0), 1)
-        return round(LEFT + part * (WIDTH - LEFT - RIGHT), 1)
+    def column(self, time: int) -> int:
+        return COLUMNS * (time - self.first) // (self.after - self.first)
+
+    def x(self, time: int) -> float:
+        part = (time - self.first) / (self.after - self.first)
+        return round(LEFT + ACROSS * min(max(part, 0), 1), 1)
 
     def y(self, size: float) -> float:
         return round(FLOOR - HEIGHT * size / self.top, 1)
 
 
+@dataclass(frozen=True)
+class Column:
+    """The largest moment of a part of the step, which is drawn until the next one begins."""
+
+    time: int
+    sizes: Sizes
+    left: float
+    right: float
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes.values())
+
+
+def columns(trace: Trace, scale: Scale) -> list[Column]:
+    times = peak_times(trace, scale.column)
+    lefts = [round(LEFT + ACROSS * index / COLUMNS, 1) for index in times]
+    rights = [*lefts[1:], WIDTH - RIGHT]
+    moments = sizes_at(trace, times.values()).items()
+    return [Column(*moment, *ends) for moment, *ends in zip(moments, lefts, rights, strict=True)]
+
+
 # ---- areas and axis
 
 
-def areas(points: list[Moment], scale: Scale) -> str:
-    """One stacked area per category.
-
-    Memory keeps its level until the next moment, so that the outlines run in steps.
-    """
+def areas(drawn: list[Column], scale: Scale) -> str:
+    """One area per category, from the floor; those that end lower are drawn over the others."""
     shapes = []
-    starts = [scale.x(point.time) for point in points]
-    ends = [*starts[1:], scale.x(scale.last)]
-    base = [0] * len(points)
+    heights = [0] * len(drawn)
     for name, colour in COLOURS.items():
-        index = CATEGORIES.index(name)
-        top = [low + point.sizes[index] for low, point in zip(base, points, strict=True)]
-        if top != base:
-            upper = _steps(ends, top, scale)
-            lower = _steps(starts[::-1], base[::-1], scale)
-            outline = f"M{starts[0]:g},{FLOOR}{upper}{lower}Z"
-            shapes.append(f'<path d="{outline}" fill="{colour}"/>')
-        base = top
-    return "".join(shapes)
-
-
-def _steps(ends: list[float], heights: list[int], scale: Scale) -> str:
-    """A line that keeps each height until its end."""
-    parts = []
-    for y, same in groupby(zip(ends, map(scale.y, heights), strict=True), lambda pair: pair[1]):
-        *_, (end, _) = same
-        parts.append(f"V{y:g}H{end:g}")
-    return "".join(parts)
+        steps = []
+        for index, column in enumerate(drawn):
+            heights[index] += column.sizes.get(name, 0)
+            steps.append(f"V{scale.y(heights[index]):g}H{column.right:g}")
+        outline = f"M{LEFT},{FLOOR}{''.join(steps)}V{FLOOR}Z"
+        shapes.append(f'<path d="{outline}" fill="{colour}"/>')
+    return "".join(reversed(shapes))
 
 
 def axis(scale: Scale) -> str:
@@ -158,16 +167,10 @@ def axis(scale: Scale) -> str:
 # ---- phases and stages
 
 
-def bands(trace: Trace, scale: Scale) -> str:
-    """Two rows below the areas: the phases, and the stages."""
-    named = [(time, phase.replace("recompute", "backward")) for time, phase in trace.phases]
-    return _band(named, scale, FLOOR + 6) + _band(trace.stages, scale, FLOOR + 26)
-
-
-def _band(starts: list[tuple[int, str]], scale: Scale, y: int) -> str:
+def band(starts: list[tuple[int, str]], scale: Scale, y: int) -> str:
     """A row of boxes, each with its name if the name has room."""
     merged = first_of_each(starts)
-    ends = [time for time, _ in merged[1:]] + [scale.last]
+    ends = [time for time, _ in merged[1:]] + [scale.after]
     shades: dict[str, float] = {}
     boxes = []
     for (start, name), end in zip(merged, ends, strict=True):
@@ -177,10 +180,9 @@ def _band(starts: list[tuple[int, str]], scale: Scale, y: int) -> str:
             continue
         shade = shades.setdefault(name, 0.12 + 0.1 * (len(shades) % 5))
         size = f'width="{width:.1f}" height="18" fill-opacity="{shade:.2f}"'
-        boxes.append(f'<g>{title(name)}<rect class="box" x="{left}" y="{y}" {size}/>')
-        if width > 7.5 * len(name):
-            boxes.append(text(name, left + width / 2, y + 13, "middle"))
-        boxes.append("</g>")
+        words = text(name, left + width / 2, y + 13, "middle") if width > 7.5 * len(name) else ""
+        box = f'<rect class="box" x="{left}" y="{y}" {size}/>'
+        boxes.append(f"<g>{title(name)}{box}{words}</g>")
     return "".join(boxes)
 
 
@@ -193,10 +195,9 @@ def _reserved(found: Replay, scale: Scale) -> str:
     return level(y, found.segments, words) + text(words, WIDTH - RIGHT - 4, y - 4, "faint end")
 
 
-def _peak(peak: Moment, stage: str, scale: Scale) -> str:
+def _peak(peak: Column, words: str, scale: Scale) -> str:
     x = scale.x(peak.time)
     y = scale.y(peak.total)
-    words = f"peak {amount(peak.total)} in {stage}"
     rule = f'<path class="mark" d="M{x:g},{FLOOR}V{y:g}"/>'
     point = f'<circle class="mark" cx="{x}" cy="{y}" r="4.5"/>'
 
@@ -209,31 +210,27 @@ def _peak(peak: Moment, stage: str, scale: Scale) -> str:
 # ---- tooltips
 
 
-def hovers(trace: Trace, found: list[Moment], scale: Scale) -> tuple[str, int]:
-    """Columns whose tooltips describe their largest moment, and the index of the peak's column."""
-    groups = columns(found, COLUMNS)
-    chosen = [largest(group) for group in groups]
-    lefts = [scale.x(group[0].time) for group in groups]
-    rights = lefts[1:] + [scale.x(scale.last)]
-    alive = trace.alive_at([moment.time for moment in chosen])
-
+def hovers(trace: Trace, drawn: list[Column]) -> str:
+    """Columns whose tooltips describe their moment."""
     rows = []
-    for left, right, moment, storages in zip(lefts, rights, chosen, alive, strict=True):
-        box = f'x="{left}" y="{TOP}" width="{max(right - left, 0.1):.1f}" height="{HEIGHT}"'
-        words = title(tooltip(trace, moment, storages))
+    alive = trace.alive_at([column.time for column in drawn])
+    for column, storages in zip(drawn, alive, strict=True):
+        width = column.right - column.left
+        box = f'x="{column.left}" y="{TOP}" width="{width:.1f}" height="{HEIGHT}"'
+        words = title(tooltip(trace, column, storages))
         rows.append(f'<rect class="hover" {box}>{words}</rect>')
-    return "".join(rows), chosen.index(largest(found))
+    return "".join(rows)
 
 
-def tooltip(trace: Trace, moment: Moment, alive: list[Storage]) -> str:
+def tooltip(trace: Trace, column: Column, alive: list[Storage]) -> str:
     """Where the step is at a moment, how much is alive, and the largest tensors."""
-    place = trace.stage_at(moment.time)
-    module = trace.module_at(moment.time)
+    place = trace.stage_at(column.time)
+    module = trace.module_at(column.time)
     if module:
         place = f"{place}, {module}"
-    rows = [f"{amount(moment.total)} alive in {place} (event {moment.time:,})"]
+    rows = [f"{amount(column.total)} alive in {place} (event {column.time:,})"]
 
-    workspace = moment.sizes[CATEGORIES.index("workspace")]
+    workspace = column.sizes.get("workspace")
     if workspace:
         rows.append(f"{amount(workspace)}  workspace inside the operator")
     rows += [line(group) for group in alike(alive, NAMED)]
@@ -245,35 +242,36 @@ def tooltip(trace: Trace, moment: Moment, alive: list[Storage]) -> str:
 
 def picture(trace: Trace, replays: tuple[Replay, Replay]) -> str:
     """The timeline; `replays` are classic and expandable. ValueError for a trace without events."""
-    found = moments(trace)
-    peak = largest(found)
-    stage = trace.stage_at(peak.time)
-    highest = max(peak.total, *(each.peak_reserved for each in replays))
-    scale = Scale(found[0].time, found[-1].time, round(1.06 * highest))
+    if not trace.events:
+        raise ValueError("the trace has no events: nothing was recorded, so record a step first")
+    highest = max(trace.peak()[0], *(each.peak_reserved for each in replays))
+    first, last = trace.events[0].time, trace.events[-1].time
+    scale = Scale(first, last + 1, round(1.06 * highest))
+    drawn = columns(trace, scale)
+    peak = max(drawn, key=lambda column: column.total)
+    summary = f"peak {amount(peak.total)} in {trace.stage_at(peak.time)}"
+
     below = FLOOR + BANDS + 40
-    tooltips, index = hovers(trace, found, scale)
     note = f"allocations and releases in their order ({len(trace.events):,} events; not seconds)"
-    summary = (
-        f"Stacked memory over the step: from {amount(found[0].total)} at its start to "
-        f"{amount(peak.total)} at the peak, in {stage}."
-    )
+    phases = [(time, phase.replace("recompute", "backward")) for time, phase in trace.phases]
+    bands = band(phases, scale, FLOOR + 6) + band(trace.stages, scale, FLOOR + 26)
     reserved = "".join(_reserved(each, scale) for each in replays)
     return f"""<svg xmlns="http://www.w3.org/2000/svg" id="timeline" viewBox="0 0 {WIDTH} {below}"
-role="img" aria-label="{escape(summary)}" tabindex="0" data-peak="{index}">
+role="img" aria-label="Stacked memory over the step: {escape(summary)}" tabindex="0"
+data-peak="{drawn.index(peak)}">
 <style>{PALETTE}{WORDS}</style>
 <rect width="{WIDTH}" height="{below}" fill="var(--paper)"/>
-{axis(scale)}{areas(sampled(found, COLUMNS), scale)}{bands(trace, scale)}
-{reserved}{_peak(peak, stage, scale)}
-{text(note, LEFT, FLOOR + BANDS + 14)}{_key(found, below - 8)}{tooltips}</svg>"""
+{axis(scale)}{areas(drawn, scale)}{bands}
+{reserved}{_peak(peak, summary, scale)}
+{text(note, LEFT, FLOOR + BANDS + 14)}{_key(drawn, below - 8)}{hovers(trace, drawn)}</svg>"""
 
 
-def _key(found: list[Moment], y: int) -> str:
+def _key(drawn: list[Column], y: int) -> str:
     """The colours of the categories that occur, in one row."""
-    sizes = [by_name(moment) for moment in found]
-    used = [name for name in COLOURS if any(name in each for each in sizes)]
+    used = used_categories(column.sizes for column in drawn)
     parts = []
     for place, name in enumerate(used):
-        x = LEFT + place * (WIDTH - LEFT - RIGHT) // len(used)
+        x = LEFT + place * ACROSS // len(used)
         parts.append(f'<rect x="{x}" y="{y - 10}" width="11" height="11" fill="{COLOURS[name]}"/>')
         parts.append(text(name, x + 16, y, ""))
     return "".join(parts)

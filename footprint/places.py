@@ -26,6 +26,7 @@ from footprint.device import multiplying_threads
 from footprint.memories import DEVICE, Memories
 from footprint.operators import corrected
 from footprint.refusal import ON_THE_CPU, Refused, place
+from footprint.trace import phase_of
 from footprint.tracker import Tracker
 from footprint.values import KnownValues
 
@@ -113,8 +114,22 @@ class StepTracker(Tracker):
             self.graph_task = task
         phase, module = self._place(task != -1)
         stage = stage_name(phase, module, self.depth)
+        if phase != phase_of(self.stage):
+            self._categorise(phase)
         if stage != self.stage or module != self.module:
             self.enter(stage, module)
+
+    def _categorise(self, begins: str) -> None:
+        """What is alive when a phase begins: kept for the backward, or an input of the forward."""
+        for identity in self.held:
+            storage = self.trace.storages[identity]
+            made = phase_of(storage.stage)
+            if storage.category:
+                continue
+            if made == RECOMPUTE or (begins == BACKWARD and made in (FORWARD, LOSS)):
+                storage.category = "activation"
+            elif begins == FORWARD and made not in (BACKWARD, OPTIMIZER):
+                storage.category = "input"
 
     def _place(self, backward: bool) -> tuple[str, str]:
         if self.in_optimizer:
@@ -138,13 +153,13 @@ class StepTracker(Tracker):
         """Record from here; returns which phase made what is alive (id of a storage -> phase)."""
         self.locate()
         before = self.trace
-        made = {event.storage: event.time for event in before.events if event.bytes > 0}
         self.first_peak, _ = before.peak()
         self.multiplied = multiplying_threads(before)
         self.begin({})
         self.known.reads.places.clear()
-        alive = self.trace.storages.keys() & made.keys()  # without storages of no bytes
-        return {identity: before.phase_at(made[identity]) for identity in alive}
+        return {
+            identity: phase_of(before.storages[identity].stage) for identity in self.trace.storages
+        }
 
     def run(self, func, args, kwargs):
         self.autocast = self.autocast or torch.is_autocast_enabled("cpu")

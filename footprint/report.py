@@ -13,7 +13,7 @@ from footprint.picture import picture
 from footprint.places import StepTracker
 from footprint.snapshot import write_snapshot
 from footprint.tables import device_rows, stage_rows, tensor_rows, waterfalls
-from footprint.timeline import Sizes, alike, moments, stages_at_peak
+from footprint.timeline import Sizes, alike, stages_at_peak
 from footprint.trace import Trace
 
 LISTED = 40  # groups of tensors in `largest`
@@ -70,7 +70,7 @@ class Report:
     @cached_property
     def stages(self) -> dict[str, Sizes]:
         """Stage -> category -> bytes, at the stage's largest moment."""
-        return stages_at_peak(self.trace, moments(self.trace))
+        return stages_at_peak(self.trace)
 
     @cached_property
     def largest(self) -> list[dict]:

@@ -8,7 +8,7 @@ events. Sizes and addresses are bytes.
 
 from pickle import dumps
 
-from footprint.allocator import Allocator, Block, Pool, Run, of_step, play
+from footprint.allocator import Allocator, Block, Pool, Run, held_before, of_step, play
 from footprint.page import write
 from footprint.trace import Trace
 
@@ -75,28 +75,27 @@ class Recording(Run):
         found = []
         for pool in reversed(self.allocator.pools):
             free = [(address, size) for size, address in pool.free]
-            blocks = sorted([*free, *self.blocks.values()])
+            ranges = sorted([*free, *self.blocks.values()])
             for start, length in pool.segments.items():
-                inside = [block for block in blocks if start <= block[0] < start + length]
-                segment = self._segment([self._block(*block, owners) for block in inside])
-                found.append(segment | {"segment_type": "small" if pool.small else "large"})
+                inside = [each for each in ranges if start <= each[0] < start + length]
+                blocks = [self._block(*each, owners) for each in inside]
+                held = sum(block["size"] for block in blocks if block["frames"])
+                segment = {
+                    "device": 0,
+                    "address": start,
+                    "total_size": length,
+                    "allocated_size": held,
+                    "active_size": held,
+                    "requested_size": sum(block["requested_size"] for block in blocks),
+                    "stream": 0,
+                    "segment_pool_id": (0, 0),
+                    "segment_type": "small" if pool.small else "large",
+                    "is_expandable": False,
+                    "frames": [],
+                    "blocks": blocks,
+                }
+                found.append(segment)
         return found
-
-    def _segment(self, blocks: list[dict]) -> dict:
-        held = sum(block["size"] for block in blocks if block["frames"])
-        return {
-            "device": 0,
-            "address": blocks[0]["address"],
-            "total_size": sum(block["size"] for block in blocks),
-            "allocated_size": held,
-            "active_size": held,
-            "requested_size": sum(block["requested_size"] for block in blocks),
-            "stream": 0,
-            "segment_pool_id": (0, 0),
-            "is_expandable": False,
-            "frames": [],
-            "blocks": blocks,
-        }
 
     def _block(self, address: int, size: int, owners: dict[int, int]) -> dict:
         block = {"address": address, "size": size, "requested_size": 0}
@@ -116,7 +115,7 @@ def recorded(trace: Trace) -> dict:
     """The history of one step, after what is alive before it, and the segments at its end."""
     trace = of_step(trace)
     recording = Recording(trace)
-    recording.become({event.storage: event.bytes for event in trace.events if not event.time})
+    recording.become(held_before(trace))
     play(recording, trace, {})
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "", "expandable_segments": False}
     return {

@@ -15,7 +15,7 @@ def waterfalls(demand: Demand) -> dict[str, dict[str, int]]:
 
 def stage_rows(stages: dict[str, Sizes], peak_stage: str) -> list[str]:
     """Category x stage, each stage at its largest moment."""
-    used = used_categories(stages)
+    used = used_categories(stages.values())
     width = max(20, *(len(stage) + 1 for stage in stages))
     head = "".join(f"{name:>12}" for name in [*used, "total"])
     rows = [f"{'stage at its peak':<{width}}{head}"]

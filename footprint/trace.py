@@ -89,27 +89,28 @@ class Trace:
         """The stage that `time` lies in."""
         return _name_at(self.stages, time) or "start"
 
-    def phase_at(self, time: int) -> str:
-        """The phase that `time` lies in: the last word of a stage's name."""
-        return _phase(self.stage_at(time))
-
     @property
     def phases(self) -> list[tuple[int, str]]:
         """(time, the phase that starts then)."""
-        named = [(time, _phase(stage)) for time, stage in self.stages]
+        named = [(time, phase_of(stage)) for time, stage in self.stages]
         return first_of_each(named)
 
     def module_at(self, time: int) -> str:
         """The module that runs at `time`; "" outside of all."""
         return _name_at(self.modules, time)
 
+    def inside(self) -> dict[int, int]:
+        """Time -> bytes of the workspace inside its events."""
+        sizes: dict[int, int] = {}
+        for time, size, _ in self.workspaces:
+            sizes[time] = max(sizes.get(time, 0), size)
+        return sizes
+
     def by_time(self) -> Iterator[tuple[int, list[Event], int]]:
         """(time, its events, bytes of the workspace inside them), ascending in time."""
-        workspaces: dict[int, int] = {}
-        for time, size, _ in self.workspaces:
-            workspaces[time] = max(workspaces.get(time, 0), size)
+        inside = self.inside()
         for time, events in groupby(self.events, itemgetter(0)):
-            yield time, list(events), workspaces.get(time, 0)
+            yield time, list(events), inside.get(time, 0)
 
     def levels(self, block: int = 1) -> Iterator[tuple[int, int]]:
         """(time, bytes alive, the workspace of that moment included), ascending in time; each
@@ -148,7 +149,8 @@ def first_of_each(starts: list[tuple[int, str]]) -> list[tuple[int, str]]:
     return [next(same) for _, same in groupby(starts, itemgetter(1))]
 
 
-def _phase(stage: str) -> str:
+def phase_of(stage: str) -> str:
+    """The last word of a stage's name."""
     return stage.rpartition(" ")[2]
 
 

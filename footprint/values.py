@@ -11,7 +11,7 @@ for the twin; where one is read, the prediction is that of this draw, and says s
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -32,9 +32,10 @@ KERNEL = (
     "operator (torch.library.custom_op) and say what it returns (register_fake)"
 )
 MOST_KNOWN = 2**18  # elements of a tensor whose values are computed
-TWIN = "_footprint_twin"  # the attribute of a fake tensor that has its values
-CONSTANT = "constant"  # the attribute that PyTorch has for a few of them
-DRAWN = "_footprint_drawn"  # the attribute of a twin's storage that depends on random integers
+# the attribute of a fake storage: a real one, and whether its values depend on random integers
+TWIN = "_footprint_twin"
+NO_TWIN = (None, False)
+CONSTANT = "constant"  # the attribute that PyTorch has for the values of a few fake tensors
 READS = {
     Tensor.item,
     Tensor.tolist,
@@ -84,22 +85,27 @@ UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 NO_OVERFLOW = "no gradient overflows, so that GradScaler lets the optimizer step"
 ALL_OR_ANY = (torch.ops.aten.all.default, torch.ops.aten.any.default)
 # operators whose results do not depend on the values of the tensor that they are given
-LIKE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+LIKE = {
+    "aten::zeros_like",
+    "aten::ones_like",
+    "aten::full_like",
+    "aten::new_zeros",
+    "aten::new_ones",
+    "aten::new_full",
+}
 
 
 # ---- values that are known
 
 
 class KnownValues:
-    """Real twins of small fake tensors, as far as they follow from constants.
+    """Real twins of the storages of small fake tensors, as far as they follow from constants.
 
-    A twin is an attribute of the fake tensor, because modules exchange the contents of tensors that
-    nothing refers to weakly (torch.utils.swap_tensors).
+    What views and copies of a module's tensors hold is known with them. The twin of many booleans
+    that are all equal has one of them.
     """
 
     def __init__(self):
-        # address of a storage -> how often something unknown was written into it
-        self.writes: dict[int, int] = {}
         self.reads = Reads()
         self.assumed: dict[str, None] = {}  # what the prediction takes for granted, in words
         self.given_unknown = False  # whether the function that runs got a number without a value
@@ -122,43 +128,40 @@ class KnownValues:
         """The tensor with its values; None if they are not known."""
         if not isinstance(tensor, FakeTensor):
             return tensor
-        twin, state = getattr(tensor, TWIN, (None, None))
-        return twin if state == self._state(tensor) else None
+        fake = tensor.untyped_storage()
+        storage, _ = getattr(fake, TWIN, NO_TWIN)
+        if storage is None or tensor.is_complex():
+            return None
+        layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        if storage.nbytes() < fake.nbytes():
+            layout = 0, ()
+        with _disable_current_modes():
+            return torch.empty(0, dtype=tensor.dtype).set_(storage, *layout)
 
     def is_drawn(self, tensor: Tensor) -> bool:
         """Whether the values that are known depend on random integers."""
-        twin = self.of(tensor)
-        return twin is not None and hasattr(twin.untyped_storage(), DRAWN)
-
-    def _state(self, tensor: Tensor) -> tuple[int, int]:
-        """The tensor's storage, and how often it was overwritten."""
-        address = tensor.untyped_storage()._cdata
-        return address, self.writes.get(address, 0)
+        _, is_drawn = getattr(tensor.untyped_storage(), TWIN, NO_TWIN)
+        return is_drawn
 
     def follow(self, func, args, kwargs, outputs) -> None:
         """Compute the same operator on the twins, if all of its inputs have one."""
         results = _tensors(outputs)
-        if func in ALL_OR_ANY and self._is_uniform(args[0]):
-            with unset_fake_temporarily():
-                self._keep(results[0], self.of(args[0]).as_strided((), ()))
-            return
-
+        given = _tensors((args, kwargs))
         if func in RANDOM and results[0].numel() <= MOST_DRAWN:
             is_drawn = func not in PERMUTATIONS  # no memory depends on which of them it is
             func = func.overloadpacket
             kwargs = dict(generator=self.random, dtype=results[0].dtype)
-        elif self.given_unknown or not self._is_computable(func, args, kwargs, results):
+        elif self.given_unknown or not self._is_computable(func, given, results):
             self._forget_written(func, args, kwargs)
             return
         else:
-            is_drawn = any(map(self.is_drawn, _tensors((args, kwargs))))
+            is_drawn = any(map(self.is_drawn, given))
         with unset_fake_temporarily(), torch.no_grad():
             args, kwargs = tree_map(self._real, (tuple(args), dict(kwargs)))
-            computed = func(*args, **kwargs)
-        for fake, twin in zip(results, _tensors(computed), strict=True):
-            self._keep(fake, twin)
-            if is_drawn:
-                setattr(twin.untyped_storage(), DRAWN, True)
+            computed = _tensors(func(*args, **kwargs))
+        for fake, real in zip(results, computed, strict=True):
+            if _is_like(fake, real):
+                setattr(fake.untyped_storage(), TWIN, (real.untyped_storage(), is_drawn))
 
     def selected(self, func, args) -> Tensor | None:
         """A fake tensor of the shape that `nonzero` has for known values; None for anything else.
@@ -166,25 +169,20 @@ class KnownValues:
         """
         if func is not torch.ops.aten.nonzero.default:
             return None
-        twin = self.of(args[0])
-        if twin is None or self.is_drawn(args[0]):
+        real = self.of(args[0])
+        if real is None or self.is_drawn(args[0]):
             return None
         with unset_fake_temporarily():
-            count = int(torch.count_nonzero(twin))
-        return args[0].new_empty((count, twin.dim()), dtype=torch.int64)
+            count = int(torch.count_nonzero(real))
+        return args[0].new_empty((real.dim(), count), dtype=torch.int64).t()
 
     def copied(self, tensor: Tensor, memo: dict) -> Tensor:
-        """copy.deepcopy of a tensor, which would copy what is known of it as if it were fake."""
-        twin = self.of(tensor)
-        for name in (TWIN, CONSTANT):
-            held = getattr(tensor, name, None)
-            memo[id(held)] = held
+        """copy.deepcopy of a tensor, which would copy PyTorch's own twin as if it were fake."""
+        held = getattr(tensor, CONSTANT, None)
+        memo[id(held)] = held
         fake = Tensor.__deepcopy__(tensor, memo)
         if isinstance(fake, FakeTensor):
             setattr(fake, CONSTANT, None)
-            if twin is not None:
-                with _disable_current_modes():
-                    self._keep(fake, twin.clone())
         return fake
 
     def suppose_all(self, fake: Tensor, value: bool) -> None:
@@ -192,38 +190,27 @@ class KnownValues:
         if self.of(fake) is not None:
             return
         self.suppose(FINITE)
-        with unset_fake_temporarily():
-            twin = torch.tensor(value).expand(fake.shape)
-            self._keep(fake, twin.clone() if fake.numel() <= MOST_KNOWN else twin)
+        with _disable_current_modes():
+            count = fake.numel() if fake.numel() <= MOST_KNOWN else 1
+            real = torch.full((count,), value)
+        setattr(fake.untyped_storage(), TWIN, (real.untyped_storage(), False))
 
-    def _is_computable(self, func, args, kwargs, results: list[Tensor]) -> bool:
+    def _is_computable(self, func, given: list[Tensor], results: list[Tensor]) -> bool:
+        name = func._schema.name
+        if func.namespace != "aten" or "empty" in name:
+            return False
         if torch.Tag.nondeterministic_seeded in func.tags:
             return False
-        if func.namespace != "aten" or "empty" in func._schema.name:
+        is_large = any(tensor.numel() > MOST_KNOWN for tensor in given + results)
+        if is_large and func not in ALL_OR_ANY:
             return False
-        if any(tensor.numel() > MOST_KNOWN for tensor in results):
-            return False
-        given = _tensors((args, kwargs))
-        if any(tensor.numel() > MOST_KNOWN for tensor in given):
-            return False
-        return _is_like(func) or all(self.of(tensor) is not None for tensor in given)
-
-    def _is_uniform(self, tensor: Tensor) -> bool:
-        """Whether all elements are known to be equal: those of a tensor that is too large to be
-        computed with.
-        """
-        twin = self.of(tensor)
-        return twin is not None and tensor.numel() > MOST_KNOWN and not any(twin.stride())
+        return name in LIKE or all(self.of(tensor) is not None for tensor in given)
 
     def _real(self, value):
         if not isinstance(value, Tensor):
             return value
         real = self.of(value)
         return torch.empty(value.shape, dtype=value.dtype) if real is None else real
-
-    def _keep(self, fake: Tensor, twin: Tensor) -> None:
-        if isinstance(fake, FakeTensor) and fake.dtype == twin.dtype:
-            setattr(fake, TWIN, (twin, self._state(fake)))
 
     def _forget_written(self, func, args, kwargs) -> None:
         """What an operator writes into no longer has the twin's values, nor have its views."""
@@ -236,21 +223,20 @@ class KnownValues:
                 self.suppose(NO_OVERFLOW)
                 continue
             for tensor in _tensors(named.get(argument.name)):
-                address, writes = self._state(tensor)
-                self.writes[address] = writes + 1
+                setattr(tensor.untyped_storage(), TWIN, NO_TWIN)
+
+
+def _is_like(fake: Tensor, real: Tensor) -> bool:
+    """Whether a real tensor lies in its storage as the fake one does."""
+    if not isinstance(fake, FakeTensor) or fake.dtype != real.dtype:
+        return False
+    layouts = ((one.stride(), one.storage_offset()) for one in (fake, real))
+    sizes = (one.untyped_storage().nbytes() for one in (fake, real))
+    return len(set(layouts)) == len(set(sizes)) == 1
 
 
 def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _is_like(func) -> bool:
-    return func.namespace == "aten" and func._schema.name.removeprefix("aten::") in LIKE
-
-
-def _called_by_torch() -> bool:
-    """Whether what called a function mode is PyTorch: it asks for addresses to compare them."""
-    return _calling_file().startswith(TORCH)
 
 
 def _calling_file() -> str:
@@ -275,10 +261,6 @@ def _whole(tensor: Tensor) -> Tensor:
 KINDS = {Tensor.__bool__: bool, Tensor.__int__: int, Tensor.__float__: float, Tensor.__index__: int}
 
 
-def _in_turn(answer: object) -> Iterator[object]:
-    return itertools.cycle(answer if isinstance(answer, list) else [answer])
-
-
 def converted(func, answer: object) -> object:
     """The user's answer as the kind of number that is read."""
     kind = KINDS.get(func)
@@ -298,27 +280,29 @@ class Reading(TorchFunctionMode):
         super().__init__()
         self.known = known
         # "file.py:12" -> the value that is read there; of a list, one after another
-        self.answers = {line: _in_turn(answer) for line, answer in answers.items()}
+        self.answers = {}
+        for line, answer in answers.items():
+            self.answers[line] = itertools.cycle(answer if isinstance(answer, list) else [answer])
         self.rules = rules  # function -> what the target runs in its place
         self.gave_unknown = False  # whether there can be any
-        self.running: list[tuple] = []  # functions with their arguments, innermost last
+        self.running: tuple = (None, (), {})  # the innermost function, and its arguments
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = self.known.given_unknown
-        self.running.append((func, args, kwargs))
+        before = self.running, self.known.given_unknown
+        self.running = func, args, kwargs
         try:
             return self._run(func, args, kwargs)
         finally:
-            self.running.pop()
-            self.known.given_unknown = given
+            self.running, self.known.given_unknown = before
 
     def _run(self, func, args, kwargs):
         if func in READS or func is Tensor.__format__:
             args = (_whole(args[0]), *args[1:])
             if isinstance(args[0], FakeTensor):
                 return self.value(func, *args) if func in READS else self.text(*args)
-        if func is Tensor.data_ptr and not _called_by_torch():
+        # PyTorch itself asks for addresses to compare them
+        if func is Tensor.data_ptr and not _calling_file().startswith(TORCH):
             raise Refused(f"{place()}: {KERNEL}")
         if func is Tensor.pin_memory:  # host memory, which fake tensors do not know
             return args[0]
@@ -327,9 +311,10 @@ class Reading(TorchFunctionMode):
         if func is one_hot:
             return self._one_hot(*args, **kwargs)
         if func in SPLITS:  # they would take a refusal for a tensor of several sizes
-            args = (args[0], *map(self._size, args[1:]))
-            kwargs = {name: self._size(value) for name, value in kwargs.items()}
-        if self._unknown_in(args, kwargs):
+            sizes, kwargs = tree_map(self._size, (args[1:], kwargs))
+            args = (args[0], *sizes)
+        leaves = tree_leaves((args, kwargs)) if self.gave_unknown else []
+        if any(isinstance(leaf, Unknown) for leaf in leaves):
             computes = getattr(func, "__name__", "") in COMPUTES
             plain = usual if computes else self._known
             self.known.given_unknown = self.known.given_unknown or computes
@@ -340,11 +325,6 @@ class Reading(TorchFunctionMode):
             if isinstance(tested, FakeTensor):
                 self.known.suppose_all(tested, func in ARE_FINITE)
         return result
-
-    def _unknown_in(self, args, kwargs) -> list[Unknown]:
-        if not self.gave_unknown:
-            return []
-        return [value for value in tree_leaves((args, kwargs)) if isinstance(value, Unknown)]
 
     def _known(self, value):
         """For a function whose result may have another shape with another number."""
@@ -386,10 +366,9 @@ class Reading(TorchFunctionMode):
         real = self.known.of(tensor)
         is_drawn = self.known.is_drawn(tensor)
         if real is None or is_drawn:
-            answers = (next(self.answers[line]) for line in lines() if line in self.answers)
-            answer = next(answers, None)
-            if answer is not None:
-                return converted(func, answer)
+            line = next((line for line in lines() if line in self.answers), None)
+            if line:
+                return converted(func, next(self.answers[line]))
         if is_drawn:
             self.known.suppose(f"the random integers that {place()} reads are those of one draw")
         if real is None:
@@ -423,9 +402,7 @@ class Reading(TorchFunctionMode):
 
     def _is_factor(self, tensor: Tensor) -> bool:
         """Whether no shape depends on the value of a tensor that the running function was given."""
-        if not self.running:
-            return False
-        func, args, kwargs = self.running[-1]
+        func, args, kwargs = self.running
         name = getattr(func, "__name__", "").strip("_")
         if name in FACTORS or name.startswith("foreach_"):
             return True

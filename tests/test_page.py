@@ -14,7 +14,7 @@ from footprint import timeline
 from footprint.allocator import MIB, replay
 from footprint.html import nice
 from footprint.page import page, write
-from footprint.picture import COLOURS, Scale, amount, areas
+from footprint.picture import COLOURS, amount
 from footprint.trace import CATEGORIES, Event, Storage, Trace
 from longhaul.config import TrainConfig
 from longhaul.memory.simulate import simulate
@@ -120,14 +120,6 @@ def test_every_category_has_its_colour_and_its_place():
     assert len(set(COLOURS.values())) == len(CATEGORIES)
 
 
-def test_memory_that_keeps_its_level_is_one_line():
-    sizes = tuple(GIB if name == "parameter" else 0 for name in CATEGORIES)
-    points = [timeline.Moment(time, sizes) for time in (0, 30, 60)]
-    assert areas(points, Scale(0, 90, 2 * GIB)) == (
-        '<path d="M64,466V246H1186V466H64Z" fill="#0072b2"/>'
-    )
-
-
 def long_trace(count: int = 60_000) -> Trace:
     """A tensor that comes and goes, and one short peak in the middle."""
     small = Storage(0, MIB, "activation", "start", "layers.0", (MIB,), "uint8", "op")
@@ -141,11 +133,6 @@ def long_trace(count: int = 60_000) -> Trace:
 
 def test_a_long_trace_makes_a_small_page_and_loses_no_peak():
     trace = long_trace()
-    found = timeline.moments(trace)
-    sampled = timeline.sampled(found, 480)
-    assert len(sampled) <= 962
-    assert timeline.largest(found) in sampled
-
     text = page(
         trace, "long", TABLES, replays=(replay(trace, steps=1), replay(trace, True, steps=1))
     )
@@ -164,13 +151,12 @@ def test_a_deep_model_stays_below_one_megabyte():
     assert len(page(simulate(cfg, ranks=2), "deep", TABLES).encode()) < 1_000_000
 
 
-def test_moments_agree_with_the_trace_at_any_time(trace):
-    moments = timeline.moments(trace)
-    for moment in moments[::97]:
-        assert timeline.by_name(moment) == by_category(trace, moment.time)
+def test_sizes_agree_with_the_trace_at_any_time(trace):
+    every = [time for time, _ in trace.levels()]
+    sizes = timeline.sizes_at(trace, every[::97])
+    assert sizes == {time: by_category(trace, time) for time in every[::97]}
 
-    times = [moment.time for moment in moments[::301]]
-    for time, alive in zip(times, trace.alive_at(times), strict=True):
+    for time, alive in zip(every[::301], trace.alive_at(every[::301]), strict=True):
         expected = [storage.id for storage in trace.at(time)]
         assert sorted(storage.id for storage in alive) == sorted(expected)
 

@@ -27,10 +27,10 @@ from collections.abc import Sequence
 from base import flags
 from data import report
 from data.commands import exit_code
-from data.corpus import GROUPINGS, build_embedded, embedded_files, prepare_embedded
+from data.corpus import build_embedded, embedded_files, prepare_embedded
 from data.dataset import Dataset
 from data.pipeline import build_dataset
-from data.sources import DOCUMENT_BYTES, TextFiles, by_directory, refuse
+from data.sources import DOCUMENT_BYTES, JOINS, TextFiles, by_directory, refuse
 
 # What a flag needs, without which it would have no effect.
 NEEDS = {
@@ -187,7 +187,7 @@ def new_parser() -> flags.RaisingParser:
     )
     add(
         "--documents",
-        choices=GROUPINGS,
+        choices=tuple(JOINS),
         help="file: each file or line is a document (default with --input); directory: "
         "the files of a directory form one long document (default without --input)",
     )

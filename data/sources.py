@@ -385,6 +385,10 @@ def by_directory(documents: Iterable[Document], limit: int = DOCUMENT_BYTES) -> 
         yield Document(directory, "".join(parts))
 
 
+# What becomes a document: the files of a directory, which follow each other, or each file.
+JOINS = {"directory": by_directory, "file": iter}
+
+
 def _on_one_line(name: str) -> str:
     """A file name as text: names may hold newlines, and bytes that are not UTF-8."""
     return name.replace("\n", "\\n").encode("utf-8", "backslashreplace").decode("utf-8")

@@ -44,7 +44,14 @@ from data.progress import shown
 from data.sources import Document
 from data.storage import token_dtype
 from data.tokenizer import SENTENCEPIECE, train
-from data.writer import WORKING, TokenizedDocument, Writer, require_fraction, require_new
+from data.writer import (
+    NO_TEXT,
+    WORKING,
+    TokenizedDocument,
+    Writer,
+    require_fraction,
+    require_new,
+)
 
 SAMPLE_CHARS = 8_000_000  # 8,192 ids trained on 8 MB: 3.43 bytes/token in 2 s; on 32 MB: 3.44, 7 s
 SAMPLE_CHUNK = 16_384
@@ -269,9 +276,7 @@ def scan(documents: Iterable[Document]) -> Scan:
         sample.add(document.answer or "")
 
     if not num_chars:
-        raise ValueError(
-            "there is no text in the input (every document is empty): give --input with text in it"
-        )
+        raise ValueError(NO_TEXT)
     return Scan(sample.chunks(), num_chars, num_documents, num_empty)
 
 

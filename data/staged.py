@@ -61,15 +61,10 @@ class Staged(Order):
         own = within(self.skip if skip is None else skip, number)
         return number * APART + order.first_position(step - first_step, own)
 
-    def state(self, step: int, skip: Ranges | None = None) -> dict:
-        """That of the step's stage, with the stage's number and everything that is skipped."""
-        skip = self.skip if skip is None else skip
-        number = self.stage_of(step)
-        first_step, order = self.stages[number]
-        state = order.state(step - first_step, within(skip, number)) | {"stage": number}
-        if skip:
-            state["skip"] = [list(span) for span in skip]
-        return state
+    def place(self, position: int) -> dict:
+        """As its stage has it, with the number of the stage."""
+        number, own = divmod(position, APART)
+        return self.stages[number].order.place(own) | {"stage": number}
 
     def positions(
         self,

@@ -17,8 +17,6 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
-
 from base.untrusted import read_json, refuse_pickle
 from data.tokenizer import StreamDecoder, known_ids, require_encodable
 
@@ -74,10 +72,6 @@ class HuggingFaceTokenizer:
         [encoding] = self._library.encode_batch_fast([text], add_special_tokens=False)
         return encoding.ids
 
-    def encode_array(self, text: str) -> np.ndarray:
-        """`encode` as a uint32 array."""
-        return np.array(self.encode(text), dtype=np.uint32)
-
     def parts(self, text: str, size: int) -> Iterator[str]:
         """`text` in parts of about `size` characters whose ids, joined, are those of the whole.
 
@@ -115,12 +109,12 @@ class HuggingFaceTokenizer:
                 found[f"{role}_id"] = self._ids[token]
         return found
 
-    def files(self, vocab_size: int) -> dict[str, bytes]:
-        """The files of a copy: {name: content}; `vocab_size` is that of the data."""
+    def files(self) -> dict[str, bytes]:
+        """The files of a copy: {name: content}."""
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": self.eod_token,
-            PADDED: vocab_size,
+            PADDED: self.padded_vocab_size(),
         }
         text = json.dumps(settings, indent=1) + "\n"
         return {TOKENIZER: self.path.read_bytes(), SETTINGS: text.encode()}

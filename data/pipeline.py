@@ -140,13 +140,12 @@ def _identity(tokenizer: AnyTokenizer | None) -> list[str]:
     """What changes if the tokenizer does, given or to be trained."""
     if tokenizer is None:
         return [sentencepiece.__version__]
-    files = tokenizer.files(tokenizer.padded_vocab_size())
-    return [hashlib.sha256(content).hexdigest() for content in files.values()]
+    return [hashlib.sha256(content).hexdigest() for content in tokenizer.files().values()]
 
 
 def copy_tokenizer(tokenizer: AnyTokenizer, folder: Path) -> Path:
     """Copy a tokenizer into a folder; its file there."""
-    files = tokenizer.files(tokenizer.padded_vocab_size())
+    files = tokenizer.files()
     for name, content in files.items():
         durable.write_bytes(folder / name, content)
     return folder / next(iter(files))
@@ -391,7 +390,7 @@ def _encoded(
     """The parts with their ids, uint32, in order; a few batches are encoded ahead."""
 
     def encode_batch(batch: list[Part]) -> list[tuple[Part, np.ndarray]]:
-        return [(part, tokenizer.encode_array(part.text)) for part in batch]
+        return [(part, np.array(tokenizer.encode(part.text), np.uint32)) for part in batch]
 
     with ThreadPoolExecutor(workers) as pool:
         waiting = deque()

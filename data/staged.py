@@ -7,6 +7,7 @@ in data/loader.py.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -89,17 +90,15 @@ class Staged(Order):
     def tokens_seen(self, step: int) -> dict[str, int]:
         """Tokens of each corpus before a step, padding included; empty if there is only one."""
         seen: dict[str, int] = {}
-        for number, (first_step, order) in enumerate(self.stages):
-            steps = min(step, self._last_step(number, step)) - first_step
-            for name, tokens in order.tokens_seen(max(0, steps)).items():
+        for stage, steps in zip(self.stages, self._steps_before(step), strict=True):
+            for name, tokens in stage.order.tokens_seen(steps).items():
                 seen[name] = seen.get(name, 0) + tokens
         return seen
 
-    def _last_step(self, number: int, last: int) -> int:
-        """The step at which the next stage begins, or `last`."""
-        if number + 1 == len(self.stages):
-            return last
-        return self.stages[number + 1].first_step
+    def _steps_before(self, step: int) -> list[int]:
+        """How many of the steps before this one each stage has."""
+        begins = [min(stage.first_step, step) for stage in self.stages]
+        return [end - begin for begin, end in pairwise([*begins, step])]
 
     def rows(self, positions: Sequence[int]) -> Batch:
         """The rows at these positions, which are of one stage."""
@@ -114,8 +113,8 @@ class Staged(Order):
     def summary(self, steps: int) -> list[str]:
         """The lines of each stage, with what its own steps read."""
         lines = []
-        for number, (first_step, order) in enumerate(self.stages):
-            own = self._last_step(number, steps) - first_step
+        for number, own in enumerate(self._steps_before(steps)):
+            first_step, order = self.stages[number]
             lines.append(f"stage {number + 1}: {own:,} steps from step {first_step:,} on")
             lines += [f"  {line}" for line in order.summary(own)]
         return lines

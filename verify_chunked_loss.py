@@ -22,7 +22,6 @@ import base.installed  # noqa: F401  (first: a missing package is answered in on
 import argparse
 import functools
 import importlib
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -44,9 +43,10 @@ from longhaul.vocab.check import (
     EXACTNESS,
     Subject,
     Wrong,
+    errors_between,
     gradients,
+    outcome,
     problem,
-    relative,
     standard_loss,
 )
 from model import GIB, IGNORE, ModelConfig
@@ -196,13 +196,13 @@ def check_computation(given: argparse.Namespace) -> list[bool]:
 
 def print_table(results: dict[str, dict]):
     """A row per loss. "token error" is the root mean square error of a token's loss."""
-    columns = ("loss error", "token error", "dh error", "dW error", "kept, MiB", "peak, MiB")
+    columns = ("loss error", "dh error", "dW error", "token error", "kept, MiB", "peak, MiB")
     print(f"  {'':<16}" + "".join(f"{name:>13}" for name in columns) + f"{'time, s':>10}")
     for name, result in results.items():
         errors = "".join(f"{error:>13.1e}" for error in result["errors"].values())
-        errors = errors.replace("nan", "  -")  # model.py has no loss of a token
         memory = f"{result['saved'] / MIB:>13.2f}{result['peak'] / MIB:>13.1f}"
-        print(f"  {name:<16}{errors}{memory}{result['seconds']:>10.2f}")
+        # model.py has no loss of a token
+        print(f"  {name:<16}{errors:<52}{memory}{result['seconds']:>10.2f}")
 
 
 def judge(results: dict, N: int, V: int, dtype: torch.dtype) -> list[bool]:
@@ -371,26 +371,12 @@ LOSSES = {
 
 
 def result_of(loss, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> dict[str, Tensor]:
-    """The mean loss, each token's loss if the function can return it, and both gradients."""
-    value, dh_ND, dw_VD = gradients(loss, hidden_ND, weight_VD, labels_N)
-    result = dict(loss=value, dh=dh_ND, dW=dw_VD)
+    """The mean loss, both gradients, and each token's loss if the function can return it."""
+    result = outcome(loss, hidden_ND, weight_VD, labels_N)
     if loss is not plain_chunked_loss:
         with torch.no_grad():
             result["token"] = loss(hidden_ND, weight_VD, labels_N, reduction="none")
     return result
-
-
-def errors_of(result: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """Errors against float64: of the losses absolute, of the gradients relative."""
-    token = math.nan
-    if "token" in result:
-        token = root_mean_square(result["token"] - exact["token"])
-    return dict(
-        loss=abs(float(result["loss"]) - float(exact["loss"])),
-        token=token,
-        dh=relative(result["dh"], exact["dh"]),
-        dW=relative(result["dW"], exact["dW"]),
-    )
 
 
 def measured(
@@ -398,7 +384,7 @@ def measured(
 ) -> dict:
     """Errors against float64, bytes kept beyond the inputs, peak beyond the gradients, seconds."""
     inputs = (hidden_ND, weight_VD, labels_N)
-    errors = errors_of(result_of(loss, *inputs), exact)
+    errors = errors_between(result_of(loss, *inputs), exact)
 
     if hidden_ND.is_cuda:
         torch.cuda.synchronize(hidden_ND.device)
@@ -412,10 +398,6 @@ def measured(
     taken = peak_bytes(lambda: gradients(loss, *inputs), hidden_ND.device)
     peak = taken - sum(tensor.nbytes for tensor in inputs[:2])
     return dict(errors=errors, saved=max(saved, 0), peak=peak, seconds=seconds)
-
-
-def root_mean_square(error_N: Tensor) -> float:
-    return float(error_N.double().square().mean().sqrt())
 
 
 if __name__ == "__main__":

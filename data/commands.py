@@ -3,21 +3,17 @@
 import sys
 from collections.abc import Callable
 
+from base.flags import line_and_code
+
 
 def exit_code(program: str, act: Callable[[], object]) -> int:
     """Do it; what a user can mend is one line on standard error."""
     try:
         act()
         return 0
-    except ValueError as error:
-        code = getattr(error, "exit_code", 2)
-        words = str(error)
-    except OSError as error:
-        code = 6
-        words = (
-            f"cannot read or write: {error}: check the free space and the permissions, then run "
-            "the same command again"
-        )
+    except (ValueError, OSError) as error:
+        words, code = line_and_code(error)
+        code = getattr(error, "exit_code", code)
     except KeyboardInterrupt:
         code = 130
         words = "interrupted: run the same command again"

@@ -6,13 +6,11 @@ was read goes into the manifest. torch is located through its metadata and never
 """
 
 import base64
-import csv
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
@@ -24,11 +22,10 @@ from base.durable import locked
 from data.dataset import Dataset, open_dataset
 from data.manifest import MANIFEST, VERSION, IntegrityError
 from data.pipeline import build_dataset
-from data.sources import Document, Report, by_directory, decode
+from data.sources import JOINS, Document, Report, decode
 
 PACKAGES = ("numpy", "torch")
 CORPUS_VERSION = 2  # raise it when the same files and settings give another dataset
-GROUPINGS = ("directory", "file")
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 
 
@@ -64,12 +61,8 @@ def prepare_embedded(
     at least 131,072 tokens: real long context), "file" keeps the files apart.
     max_bytes: take a sample of whole directories of about this size.
 
-    Raises ValueError for a bad setting, and IntegrityError if an installed file is not what its
-    package's RECORD says.
+    Raises IntegrityError if an installed file is not what its package's RECORD says.
     """
-    if documents not in GROUPINGS:
-        raise ValueError(f"documents is {documents!r}: allowed are {', '.join(GROUPINGS)}")
-
     cache = default_cache() if cache_dir is None else Path(cache_dir)
     files = embedded_files(max_bytes, report)
     output = cache / f"embedded-{_key(files, (vocab_size, documents, val_fraction))}"
@@ -79,7 +72,6 @@ def prepare_embedded(
         with locked(cache):
             # a second process waits for the lock, and finds the work done
             if not (output / MANIFEST).exists():
-                _clear_leftovers(cache, output)
                 build_embedded(
                     files,
                     output,
@@ -106,10 +98,9 @@ def build_embedded(
     **settings,
 ) -> Dataset:
     """Write the dataset of these files to a new folder; `settings` as in `build_dataset`."""
-    join = by_directory if documents == "directory" else iter
     texts, sources = read_corpus(files, report)
     return build_dataset(
-        lambda: join(texts),
+        lambda: JOINS[documents](texts),
         output,
         sources=lambda: sources,
         key=_key(files, (documents,)),
@@ -122,15 +113,6 @@ def default_cache() -> Path:
     """$LONGHAUL_CACHE, or ~/.cache/longhaul."""
     folder = os.environ.get("LONGHAUL_CACHE")
     return Path(folder) if folder else Path.home() / ".cache" / "longhaul"
-
-
-def _clear_leftovers(cache: Path, output: Path) -> None:
-    """Remove what killed preparations left, except that of `output`, which will be continued; the
-    caller holds the lock on the cache.
-    """
-    for folder in cache.glob(".tmp-embedded-*"):
-        if folder.name != f".tmp-{output.name}":
-            shutil.rmtree(folder)
 
 
 def _key(files: list[SourceFile], settings: tuple) -> str:
@@ -159,7 +141,6 @@ def read_corpus(
     """
     documents = []
     records: dict[str, dict] = {}
-    lines: dict[str, str] = {}
     skipped: list[str] = []
     for file in files:
         content = read_verified(file)
@@ -167,27 +148,26 @@ def read_corpus(
         if text is None:
             continue
         documents.append(Document(file.name, text))
-        name = file.package
-        new = {"name": name, "version": _version(name), "files": 0, "bytes": 0}
-        record = records.setdefault(name, new)
+        if file.package not in records:
+            new = {"name": file.package, "version": _version(file.package)}
+            records[file.package] = new | {"files": 0, "bytes": 0, "sha256": hashlib.sha256()}
+        record = records[file.package]
         record["files"] += 1
         record["bytes"] += file.size
-        hashed = f"{file.name} {hashlib.sha256(content).hexdigest()}\n"
-        lines[name] = lines.get(name, "") + hashed
+        record["sha256"].update(f"{file.name} {hashlib.sha256(content).hexdigest()}\n".encode())
 
     if skipped:
         report(
             f"embedded corpus: {len(skipped)} files that are not UTF-8 were left out "
             f"({'; '.join(skipped)})"
         )
-    for name, record in records.items():
-        record["sha256"] = hashlib.sha256(lines[name].encode()).hexdigest()
-    return documents, list(records.values())
+    sources = [record | {"sha256": record["sha256"].hexdigest()} for record in records.values()]
+    return documents, sources
 
 
 def read_verified(file: SourceFile) -> bytes:
     """The bytes of a file. Raises IntegrityError if RECORD has another hash."""
-    content = file.path.read_bytes() if file.path.is_file() else b"missing"
+    content = file.path.read_bytes()
     found = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
     if file.sha256 not in (None, found):
         raise IntegrityError(
@@ -231,23 +211,18 @@ def _standard_library() -> Iterator[SourceFile]:
 def _installed(package: str, report: Report) -> list[SourceFile]:
     """The .py files that RECORD lists for a package, sorted by directory."""
     try:
-        distribution = importlib.metadata.distribution(package)
+        recorded = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
-        report(f"embedded corpus: {package} is not installed and left out")
-        return []
-
-    files = []
-    record = distribution.read_text("RECORD") or ""
-    for name, digest, size in csv.reader(record.splitlines()):
-        is_inside = not name.startswith("..")
-        if name.endswith(".py") and is_inside and digest.startswith("sha256="):
-            path = Path(distribution.locate_file(name))
-            sha256 = digest.removeprefix("sha256=")
-            files.append(SourceFile(package, name, path, int(size), sha256))
-
+        recorded = []
+    files = [
+        SourceFile(package, str(path), path.locate(), path.size, path.hash.value)
+        for path in recorded
+        if path.suffix == ".py" and path.parts[0] != ".." and path.hash
+    ]
     if not files:
         report(
-            f"embedded corpus: {package} has no RECORD to check its files against and is left out"
+            f"embedded corpus: {package} is not installed with a RECORD to check its files "
+            "against, and left out"
         )
     return sorted(files, key=lambda file: (file.directory, file.name))
 

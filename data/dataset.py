@@ -18,13 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from data.manifest import (
-    MANIFEST,
     PREPARE_AGAIN,
     RESTORE,
     IntegrityError,
     Manifest,
     Shard,
-    SplitSummary,
 )
 from data.storage import Storage
 
@@ -49,65 +47,97 @@ def check_vocab(dataset: "Dataset", model_vocab: int) -> None:
         )
 
 
-class ShardReader:
-    """The shards as one sequence of documents, memory-mapped, in the order of the files."""
+class Split:
+    """Documents in memory-mapped shards: at first all of them, in the order of the files.
+
+    Attributes: name, masked, lengths (int64 [documents]); of a part that a manifest describes also
+    source_bytes and unigram_entropy, as the writer counted them.
+    """
 
     def __init__(self, shards: Sequence[Shard], storage: Storage):
-        self._shards = shards
-        self._storage = storage
+        self.name = "all"
         self.masked = storage.masked
+        self._storage = storage
         self._maps = [_memory_mapped(shard, storage.dtype) for shard in shards]
 
+        # the shard of each document, and where it begins there
         ends = [_read_ends(shard) for shard in shards]
-        counts = [len(shard_ends) for shard_ends in ends]
-        self._first_document = np.cumsum([0, *counts])
+        self._documents = np.arange(sum(map(len, ends)))
+        self._shards = np.repeat(np.arange(len(shards)), [len(one) for one in ends])
+        self.lengths = np.concatenate([np.diff(one, prepend=0) for one in ends])
+        self._begins = np.concatenate(ends) - self.lengths
 
-        # where each document begins and ends in its shard
-        begins = [np.concatenate([[0], shard_ends[:-1]]) for shard_ends in ends]
-        self._begins = np.concatenate(begins).astype(np.int64)
-        self.lengths = np.concatenate(ends).astype(np.int64) - self._begins
+    def part(
+        self, chosen: np.ndarray, name: str, source_bytes: int = 0, entropy: float = math.nan
+    ) -> "Split":
+        """Only the documents of these indices, or of this mask."""
+        part = copy.copy(self)
+        part.name = name
+        part.source_bytes = source_bytes
+        part.unigram_entropy = entropy
+        part._documents = self._documents[chosen]
+        part._shards = self._shards[chosen]
+        part._begins = self._begins[chosen]
+        part.lengths = self.lengths[chosen]
+        return part
+
+    def with_lengths(self, lengths: range) -> "Split":
+        """Only the documents that have so many tokens; the bytes of their text are unknown, and the
+        unigram entropy is that of the whole split.
+        """
+        return self.part(self._having(lengths), self.name, entropy=self.unigram_entropy)
+
+    def has(self, lengths: range | None) -> bool:
+        """Whether there are documents of so many tokens; None: of any number."""
+        return lengths is None or bool(self._having(lengths).any())
+
+    def _having(self, lengths: range) -> np.ndarray:
+        return (self.lengths >= lengths.start) & (self.lengths < lengths.stop)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
 
     def read(self, document: int, start: int, length: int) -> np.ndarray:
-        """Ids [start, start + length) of a document, fewer at its end; a view into the file, or a
-        copy if the dataset is masked.
+        """Ids [start, start + length) of a document, fewer at its end; a read-only view into the
+        file, or a copy if the dataset is masked.
         """
         return self._storage.ids(self._stored(document, start, length))
 
     def learned(self, document: int, start: int, length: int) -> np.ndarray:
-        """Which of these tokens are targets of the loss, bool."""
+        """Which of these tokens are targets of the loss, bool; all if the dataset is not masked."""
         return self._storage.learned(self._stored(document, start, length))
-
-    def begins_learned(self, documents: np.ndarray) -> np.ndarray:
-        """Whether the first token of each of these documents is a target of the loss, bool."""
-        shard_of = self._first_document.searchsorted(documents, side="right") - 1
-        learned = np.empty(len(documents), dtype=bool)
-        for shard, stored in enumerate(self._maps):
-            inside = shard_of == shard
-            first_tokens = stored[self._begins[documents[inside]]]
-            learned[inside] = self._storage.learned(first_tokens)
-        return learned
 
     def targets(self, document: int) -> np.ndarray:
         """The ids of a document that are targets of the loss."""
         return self._storage.targets(self._stored(document, 0, self.lengths[document]))
 
+    def begins_learned(self) -> np.ndarray:
+        """Whether the first token of each document is a target of the loss, bool [documents]."""
+        first = np.empty(self.num_documents, self._storage.dtype)
+        for shard, stored in enumerate(self._maps):
+            inside = self._shards == shard
+            first[inside] = stored[self._begins[inside]]
+        return self._storage.learned(first)
+
     def _stored(self, document: int, start: int, length: int) -> np.ndarray:
-        shard = self._first_document.searchsorted(document, side="right") - 1
         length = min(length, self.lengths[document] - start)
         begin = self._begins[document] + start
-        return self._maps[shard][begin : begin + length]
+        return self._maps[self._shards[document]][begin : begin + length]
 
-    def describe_bad_id(self, vocab_size: int) -> str | None:
-        """Where the first id >= vocab_size is, in words; None if there is none."""
-        for shard, stored in zip(self._shards, self._maps, strict=True):
-            ids = self._storage.ids(stored)
-            bad = np.flatnonzero(ids >= vocab_size)
-            if len(bad):
-                return (
-                    f"{shard.ids.path} has the id {ids[bad[0]]} at token {bad[0]}, "
-                    f"outside the vocabulary of {vocab_size}"
-                )
-        return None
+    def bits_per_byte(self, nats_per_token: float) -> float:
+        """A loss in nats per token as bits per byte of source text; nan if the bytes are unknown,
+        or if some tokens have no loss.
+
+        bits/byte = loss * tokens / (bytes * ln 2)
+        """
+        if not self.source_bytes or self.masked:
+            return math.nan
+        return nats_per_token * self.num_tokens / (self.source_bytes * math.log(2))
 
 
 def _memory_mapped(shard: Shard, dtype: np.dtype) -> np.ndarray:
@@ -116,13 +146,14 @@ def _memory_mapped(shard: Shard, dtype: np.dtype) -> np.ndarray:
 
 
 def _read_ends(shard: Shard) -> np.ndarray:
-    """Where the documents of a shard end, uint64 [documents], rising to its number of tokens."""
+    """Where the documents of a shard end, int64 [documents], rising to its number of tokens."""
+    # unsigned, so that a flipped top bit makes an end large rather than negative
     ends = np.fromfile(shard.ends.path, dtype="<u8")
     if len(ends) == 0 or ends[0] == 0 or ends[-1] != shard.tokens or not _is_rising(ends):
         raise IntegrityError(
             f"{shard.ends.path} is damaged: document ends must rise to {shard.tokens}: {RESTORE}"
         )
-    return ends
+    return ends.astype(np.int64)
 
 
 def _is_rising(values: np.ndarray) -> bool:
@@ -148,15 +179,15 @@ class Dataset:
         self.masked = self.manifest.masked
         self.fingerprint = self.manifest.fingerprint
 
-        tokenizer = self.manifest.tokenizer
-        self.tokenizer_path = None if tokenizer is None else tokenizer.path
+        tokenizer = self.tokenizer_files()
+        self.tokenizer_path = tokenizer[0] if tokenizer else None
         self.tokenizer_sha256 = self.manifest.tokenizer_sha256
 
-        self._reader = ShardReader(self.manifest.shards, self.manifest.storage)
-        self._check_largest_ids()
+        if any(shard.max_id >= self.vocab_size for shard in self.manifest.shards):
+            self.require_ids_in_vocab()
         self.splits = self._open_splits()
 
-    def split(self, name: str) -> "Split":
+    def split(self, name: str) -> Split:
         """The documents of "train" or "val". Raises ValueError if there are none."""
         if name not in self.splits:
             raise ValueError(
@@ -167,8 +198,7 @@ class Dataset:
 
     def tokenizer_files(self) -> list[Path]:
         """The files of the tokenizer, one or two; none if the ids were made elsewhere."""
-        files = [self.manifest.tokenizer, self.manifest.tokenizer_settings]
-        return [file.path for file in files if file is not None]
+        return [file.path for file in self.manifest.tokenizer]
 
     def verify(self, known: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
         """Hash the files and look at every id. Raises IntegrityError naming a damaged file.
@@ -190,35 +220,36 @@ class Dataset:
 
     def require_ids_in_vocab(self) -> None:
         """Raise IntegrityError naming file and offset of the first id outside the vocabulary."""
-        words = self._reader.describe_bad_id(self.vocab_size)
-        if words is not None:
-            raise IntegrityError(f"{words}: {RESTORE}")
-
-    def _check_largest_ids(self) -> None:
+        storage = self.manifest.storage
         for shard in self.manifest.shards:
-            if shard.max_id >= self.vocab_size:
-                self.require_ids_in_vocab()
+            ids = storage.ids(_memory_mapped(shard, storage.dtype))
+            bad = np.flatnonzero(ids >= self.vocab_size)
+            if len(bad):
                 raise IntegrityError(
-                    f"{self.path / MANIFEST}: {shard.ids.name} has max_id {shard.max_id}, outside "
-                    f"the vocabulary of {self.vocab_size}: {PREPARE_AGAIN}"
+                    f"{shard.ids.path} has the id {ids[bad[0]]} at token {bad[0]}, outside the "
+                    f"vocabulary of {self.vocab_size}: {RESTORE}"
                 )
 
-    def _open_splits(self) -> dict[str, "Split"]:
+    def _open_splits(self) -> dict[str, Split]:
+        everything = Split(self.manifest.shards, self.manifest.storage)
+        documents = everything.num_documents
         # unsigned, so that a flipped top bit makes an index large rather than negative
-        chosen = np.fromfile(self.manifest.validation.path, dtype="<u8")
-        everything = np.arange(len(self._reader.lengths))
-        if len(chosen) and (chosen[-1] >= len(everything) or not _is_rising(chosen)):
+        held_out = np.fromfile(self.manifest.validation.path, dtype="<u8")
+        if len(held_out) and (held_out[-1] >= documents or not _is_rising(held_out)):
             raise IntegrityError(
                 f"{self.path}: the list of validation documents is damaged: {PREPARE_AGAIN}"
             )
 
-        chosen = chosen.astype(np.int64)
-        documents = {"train": np.delete(everything, chosen), "val": chosen}
-        return {
-            name: Split(name, indices, self._reader, self.manifest.splits[name])
-            for name, indices in documents.items()
-            if len(indices)
-        }
+        validation = np.zeros(documents, dtype=bool)
+        validation[held_out] = True
+        found = {}
+        for name, chosen in (("train", ~validation), ("val", validation)):
+            if chosen.any():
+                counted = self.manifest.splits[name]
+                found[name] = everything.part(
+                    chosen, name, counted.source_bytes, counted.unigram_entropy
+                )
+        return found
 
 
 def in_words(lengths: range) -> str:
@@ -233,67 +264,3 @@ def in_words(lengths: range) -> str:
 def _stamp(path: Path) -> list[int]:
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-
-
-class Split:
-    """The documents of one split: `lengths` int64 [documents], `read`, and the writer's counts."""
-
-    def __init__(
-        self, name: str, documents: np.ndarray, reader: ShardReader, summary: SplitSummary
-    ):
-        self.name = name
-        self._documents = documents
-        self._reader = reader
-
-        self.lengths: np.ndarray = reader.lengths[documents]
-        self.num_documents = len(documents)
-        self.num_tokens = summary.tokens
-        self.source_bytes = summary.source_bytes
-        self.unigram_entropy = summary.unigram_entropy
-
-    def has(self, lengths: range | None) -> bool:
-        """Whether there are documents of so many tokens; None: of any number."""
-        return lengths is None or bool(self._chosen(lengths).any())
-
-    def with_lengths(self, lengths: range) -> "Split":
-        """Only the documents that have so many tokens; the bytes of their text are unknown, and the
-        unigram entropy is that of the whole split. ValueError if there are none.
-        """
-        chosen = self._chosen(lengths)
-        if not chosen.any():
-            raise ValueError(
-                f"the {self.name} split has no document of {in_words(lengths)} (they have "
-                f"{self.lengths.min():,} to {self.lengths.max():,}): give another --context_length"
-            )
-        part = copy.copy(self)
-        part._documents = self._documents[chosen]
-        part.lengths = self.lengths[chosen]
-        part.num_documents = len(part.lengths)
-        part.num_tokens = int(part.lengths.sum())
-        part.source_bytes = 0
-        return part
-
-    def _chosen(self, lengths: range) -> np.ndarray:
-        return (self.lengths >= lengths.start) & (self.lengths < lengths.stop)
-
-    def read(self, document: int, start: int, length: int) -> np.ndarray:
-        """Ids [start, start + length) of a document, fewer at its end; a read-only view."""
-        return self._reader.read(self._documents[document], start, length)
-
-    def learned(self, document: int, start: int, length: int) -> np.ndarray:
-        """Which of these tokens are targets of the loss, bool; all if the dataset is not masked."""
-        return self._reader.learned(self._documents[document], start, length)
-
-    def begins_learned(self) -> np.ndarray:
-        """Whether the first token of each document is a target of the loss, bool [documents]."""
-        return self._reader.begins_learned(self._documents)
-
-    def bits_per_byte(self, nats_per_token: float) -> float:
-        """A loss in nats per token as bits per byte of source text; nan if the bytes are unknown,
-        or if some tokens have no loss.
-
-        bits/byte = loss * tokens / (bytes * ln 2)
-        """
-        if not self.source_bytes or self._reader.masked:
-            return math.nan
-        return nats_per_token * self.num_tokens / (self.source_bytes * math.log(2))

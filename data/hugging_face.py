@@ -17,8 +17,6 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
-
 from base.untrusted import read_json, refuse_pickle
 from data.tokenizer import StreamDecoder, known_ids, require_encodable
 
@@ -52,8 +50,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: Path | str, eod: str | None = None):
         self.path = Path(path)
-        content = read_tokenizer(self.path)
-        ids = ids_of(content, self.path)
+        content, ids = read_tokenizer(self.path)
         self._ids = ids
         self.vocab_size: int = max(ids.values()) + 1
         self._library = _open(self.path, content)
@@ -74,10 +71,6 @@ class HuggingFaceTokenizer:
         # `encode_batch_fast` leaves out the offsets, which take a third of the time of `encode`
         [encoding] = self._library.encode_batch_fast([text], add_special_tokens=False)
         return encoding.ids
-
-    def encode_array(self, text: str) -> np.ndarray:
-        """`encode` as a uint32 array."""
-        return np.array(self.encode(text), dtype=np.uint32)
 
     def parts(self, text: str, size: int) -> Iterator[str]:
         """`text` in parts of about `size` characters whose ids, joined, are those of the whole.
@@ -116,12 +109,12 @@ class HuggingFaceTokenizer:
                 found[f"{role}_id"] = self._ids[token]
         return found
 
-    def files(self, vocab_size: int) -> dict[str, bytes]:
-        """The files of a copy: {name: content}; `vocab_size` is that of the data."""
+    def files(self) -> dict[str, bytes]:
+        """The files of a copy: {name: content}."""
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": self.eod_token,
-            PADDED: vocab_size,
+            PADDED: self.padded_vocab_size(),
         }
         text = json.dumps(settings, indent=1) + "\n"
         return {TOKENIZER: self.path.read_bytes(), SETTINGS: text.encode()}
@@ -151,41 +144,24 @@ class HuggingFaceTokenizer:
 # ---- the file
 
 
-def read_tokenizer(path: Path) -> dict:
-    """The JSON of a fast tokenizer. Raises ValueError if it is none."""
+def read_tokenizer(path: Path) -> tuple[dict, dict[str, int]]:
+    """The JSON of a fast tokenizer, and {token: id}. Raises ValueError if it is none."""
     refuse_pickle(path, "give a tokenizer.json")
     try:
         content = read_json(path)
-    except (ValueError, OSError) as error:
-        raise ValueError(
-            f"tokenizer {path} cannot be read ({error}): give a tokenizer.json"
-        ) from None
-    model = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
-        raise ValueError(
-            f"tokenizer {path} is no tokenizer.json of Hugging Face (it has no model with a "
-            "vocabulary): give a folder that has one, or a sentencepiece .model file"
-        )
-    content["added_tokens"] = content.get("added_tokens") or []
-    return content
-
-
-def ids_of(content: dict, path: Path) -> dict[str, int]:
-    """{token: id} of a tokenizer.json. Raises ValueError if it is malformed."""
-    vocab = content["model"]["vocab"]
-    try:
+        vocab = content["model"]["vocab"]
         if isinstance(vocab, list):  # Unigram: [token, score]
             vocab = {token: index for index, (token, _) in enumerate(vocab)}
-        added = {token["content"]: token["id"] for token in content["added_tokens"]}
-    except (TypeError, KeyError, ValueError):
+        content["added_tokens"] = content.get("added_tokens") or []
+        ids = vocab | {token["content"]: token["id"] for token in content["added_tokens"]}
+        if not ids or not all(type(one) is int and 0 <= one < 1 << 32 for one in ids.values()):
+            raise ValueError("its ids are no ids")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"tokenizer {path} is malformed: save it again with transformers"
+            f"tokenizer {path} is no tokenizer.json of Hugging Face ({error}): give a folder that "
+            "has one, or a sentencepiece .model file"
         ) from None
-
-    ids = vocab | added
-    if not ids or not all(type(index) is int and 0 <= index < 1 << 32 for index in ids.values()):
-        raise ValueError(f"tokenizer {path} has ids that are no ids: save it with transformers")
-    return ids
+    return content, ids
 
 
 def hash_of(ids: dict[str, int]) -> str:
@@ -194,15 +170,18 @@ def hash_of(ids: dict[str, int]) -> str:
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
 
-def hash_of_folder(folder: Path) -> str | None:
-    """The hash of the tokenizer in a Hugging Face folder, None if there is no tokenizer.json.
+def hash_of_file(path: Path) -> str:
+    """The hash of the map from tokens to ids in a tokenizer.json.
 
     Needs no library, so that training can compare tokenizers without `tokenizers`.
     """
+    return hash_of(read_tokenizer(path)[1])
+
+
+def hash_of_folder(folder: Path) -> str | None:
+    """The hash of the tokenizer in a Hugging Face folder, None if there is no tokenizer.json."""
     path = folder / TOKENIZER
-    if not path.is_file():
-        return None
-    return hash_of(ids_of(read_tokenizer(path), path))
+    return hash_of_file(path) if path.is_file() else None
 
 
 def is_cuttable(content: dict) -> bool:
@@ -328,15 +307,3 @@ def refuse_code(folder: Path) -> None:
             f"never done: give --tokenizer {folder / TOKENIZER} --eod TOKEN if that file is all "
             "of it"
         )
-
-
-def tokenizer_file(folder: Path) -> Path:
-    """The tokenizer.json of a Hugging Face folder. ValueError if it has a slow tokenizer only."""
-    path = folder / TOKENIZER
-    if path.is_file():
-        return path
-    save = f"from transformers import AutoTokenizer as A; A.from_pretrained({str(folder)!r})"
-    raise ValueError(
-        f"tokenizer {folder} has no {TOKENIZER}, so it has no fast tokenizer: make one with "
-        f'`python -c "{save}.save_pretrained({str(folder)!r})"`, or give another folder'
-    )

@@ -17,13 +17,16 @@ def load_tokenizer(path: Path | str, eod: str | None = None) -> AnyTokenizer:
 
     Raises ValueError if there is none, or none that gives every text its ids.
     """
-    path = Path(path)
-    if path.is_dir():
-        hugging_face.refuse_code(path)
-        is_fast = (path / hugging_face.TOKENIZER).is_file()
-        has_model = (path / SENTENCEPIECE).is_file()
-        only_model = has_model and not is_fast
-        path = path / SENTENCEPIECE if only_model else hugging_face.tokenizer_file(path)
+    path = folder = Path(path)
+    if folder.is_dir():
+        hugging_face.refuse_code(folder)
+        path = find_tokenizer(folder)
+    if path is None:
+        save = f"from transformers import AutoTokenizer as A; A.from_pretrained({str(folder)!r})"
+        raise ValueError(
+            f"tokenizer {folder} has no tokenizer.json, so it has no fast tokenizer: make one with "
+            f'`python -c "{save}.save_pretrained({str(folder)!r})"`, or give another folder'
+        )
     if path.suffix == ".json":
         return HuggingFaceTokenizer(path, eod)
     if eod is not None and path.is_file():
@@ -46,9 +49,7 @@ def hash_of_ids(path: Path) -> str:
     """The hash of the map from tokens to ids, which a sentencepiece model shares with the
     tokenizer.json that an export makes of it.
     """
-    if path.suffix == ".json":
-        return hugging_face.hash_of(hugging_face.ids_of(hugging_face.read_tokenizer(path), path))
-    return hash_as_json(path)
+    return hugging_face.hash_of_file(path) if path.suffix == ".json" else hash_as_json(path)
 
 
 def require_usable(path: Path) -> None:

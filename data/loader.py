@@ -43,8 +43,11 @@ class Order(ABC):
     """The positions of each step, and what is read at them.
 
     Attributes: context_length (T), global_batch_rows, seed, skip (the positions that are left out),
-    fingerprint (SHA-256 of the data). Raises ValueError for a batch without rows.
+    fingerprint (SHA-256 of the data), and rows_per_epoch, unless `place` and `row_index` are its
+    own. Raises ValueError for a batch without rows.
     """
+
+    rows_per_epoch: int
 
     def __init__(
         self,
@@ -77,12 +80,21 @@ class Order(ABC):
         skip = self.skip if skip is None else skip
         return remaining_position(step * self.global_batch_rows, skip)
 
-    @abstractmethod
     def state(self, step: int, skip: Ranges | None = None) -> dict:
         """Where step `step` begins, for a checkpoint, with "skip" if positions are skipped.
 
         skip: as if these positions were skipped, instead of this order's.
         """
+        skip = self.skip if skip is None else skip
+        state = {"seed": self.seed, **self.place(self.first_position(step, skip))}
+        if skip:
+            state["skip"] = [list(span) for span in skip]
+        return state
+
+    def place(self, position: int) -> dict:
+        """A global position, as a state has it: {epoch, position in the epoch}."""
+        epoch, position_in_epoch = divmod(position, self.rows_per_epoch)
+        return {"epoch": epoch, "position": position_in_epoch}
 
     def positions(self, step: int, rank: int = 0, world_size: int = 1) -> Sequence[int]:
         """The global positions of one rank in one step.
@@ -104,9 +116,10 @@ class Order(ABC):
             return indices
         return [remaining_position(index, self.skip) for index in indices]
 
-    @abstractmethod
     def row_index(self, position: int) -> int | tuple[str, int]:
         """The row of the plan at a global position; for a mixture, with the name of its corpus."""
+        epoch, position_in_epoch = divmod(position, self.rows_per_epoch)
+        return permute(self.seed, epoch, self.rows_per_epoch, position_in_epoch)
 
     def tokens_seen(self, step: int) -> dict[str, int]:
         """Tokens of each corpus before a step, padding included; empty if there is only one."""
@@ -141,9 +154,9 @@ class Order(ABC):
     def summary(self, steps: int) -> list[str]:
         """What the data is, and how much of it so many steps read, in lines."""
 
-    @abstractmethod
     def warnings(self) -> list[str]:
         """What a user should be warned of, in lines."""
+        return []
 
 
 class Loader(Order):
@@ -170,30 +183,9 @@ class Loader(Order):
             self.split = self.split.with_lengths(lengths)
 
         self.plan: Plan = pack(self.split.lengths, context_length)
+        self.rows_per_epoch = self.plan.num_rows
         if self.rows_per_epoch < global_batch_rows:
             raise ValueError(self._explain_too_few_rows())
-
-    @property
-    def rows_per_epoch(self) -> int:
-        """Rows in one pass over the split."""
-        return self.plan.num_rows
-
-    # ---- order
-
-    def state(self, step: int, skip: Ranges | None = None) -> dict:
-        """{seed, epoch, position in the epoch}, and "skip"."""
-        skip = self.skip if skip is None else skip
-        epoch, position = divmod(self.first_position(step, skip), self.rows_per_epoch)
-
-        state = {"seed": self.seed, "epoch": epoch, "position": position}
-        if skip:
-            state["skip"] = [list(span) for span in skip]
-        return state
-
-    def row_index(self, position: int) -> int:
-        """The row of the plan at a global position."""
-        epoch, position_in_epoch = divmod(position, self.rows_per_epoch)
-        return permute(self.seed, epoch, self.rows_per_epoch, position_in_epoch)
 
     # ---- tokens
 

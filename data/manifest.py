@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from base.durable import replacing, write_bytes
-from base.untrusted import is_pickle, read_json
+from base.untrusted import read_json, refuse_pickle
 from data.storage import Storage, token_dtype
 
 MANIFEST = "manifest.json"
@@ -131,8 +131,7 @@ class Manifest:
     shards: tuple[Shard, ...]
     splits: dict[str, SplitSummary]
     validation: StoredFile
-    tokenizer: StoredFile | None
-    tokenizer_settings: StoredFile | None  # next to a tokenizer.json: what ends a document
+    tokenizer: tuple[StoredFile, ...]  # with a tokenizer.json, also what ends a document
     tokenizer_sha256: str | None  # of a tokenizer.json: its map from tokens to ids
     sources: list[dict]
     fingerprint: str
@@ -147,12 +146,10 @@ class Manifest:
         Raises ValueError if there is no dataset, or one that was never sound or has another format,
         and IntegrityError if the manifest or a file was changed after it was written.
         """
-        folder = Path(folder)
-        path = folder / MANIFEST
+        path = Path(folder, MANIFEST)
         content = _read(path)
         try:
-            manifest = _parse(folder, content)
-            _check_vocabulary(path, content["dtype"], manifest)
+            manifest = _parse(path, content)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is malformed ({error}): {PREPARE_AGAIN}") from None
         if not manifest.shards or not all(one.tokens and one.documents for one in manifest.shards):
@@ -160,7 +157,14 @@ class Manifest:
 
         for file in manifest.files():
             file.check_size()
-        manifest._check_tokenizer()
+        for file in manifest.tokenizer:
+            try:
+                file.check_hash()
+            except IntegrityError as error:
+                raise TokenizerMismatch(
+                    "the ids were made with another tokenizer than the one in their folder: "
+                    f"{error}"
+                ) from None
         return manifest
 
     @property
@@ -174,17 +178,6 @@ class Manifest:
         for shard in self.shards:
             files += [shard.ids, shard.ends]
         return files
-
-    def _check_tokenizer(self) -> None:
-        files = [self.tokenizer, self.tokenizer_settings]
-        try:
-            for file in files:
-                if file is not None:
-                    file.check_hash()
-        except IntegrityError as error:
-            raise TokenizerMismatch(
-                f"the ids were made with another tokenizer than the one in their folder: {error}"
-            ) from None
 
 
 # ---- writing
@@ -217,8 +210,17 @@ def _checksum(content: dict) -> str:
 
 def _read(path: Path) -> dict:
     """The JSON of a manifest of this version whose checksum is right."""
-    content = _read_object(path)
-    if content.get("magic") != MAGIC:
+    folder = path.parent
+    refuse_pickle(folder, f"give a dataset folder; prepare one with `{PREPARE}`")
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} holds no dataset ({MANIFEST} is missing): prepare one with `{PREPARE}`"
+        )
+    try:
+        content = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): {RESTORE}") from None
+    if not isinstance(content, dict) or content.get("magic") != MAGIC:
         raise ValueError(f"{path} is not a dataset manifest: prepare the data with `{PREPARE}`")
     if content.get("version") != VERSION:
         raise ValueError(
@@ -232,50 +234,46 @@ def _read(path: Path) -> dict:
     return content
 
 
-def _read_object(path: Path) -> dict:
+def _parse(path: Path, content: dict) -> Manifest:
+    """The typed form of a manifest. ValueError for a file outside the folder, and for ids that
+    their vocabulary does not fit.
+    """
     folder = path.parent
-    if is_pickle(folder):
-        raise ValueError(
-            f"{folder} is a pickle, which can run code, and was not opened: give a dataset folder; "
-            f"prepare one with `{PREPARE}`, or from ids with data.writer.write_dataset"
-        )
-    if not path.is_file():
-        raise ValueError(
-            f"{folder} holds no dataset ({MANIFEST} is missing): prepare one with `{PREPARE}`"
-        )
-    try:
-        content = read_json(path)
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): {RESTORE}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a dataset manifest: prepare the data with `{PREPARE}`")
-    return content
-
-
-def _parse(folder: Path, content: dict) -> Manifest:
-    """The typed form of a manifest. ValueError for a file outside the folder."""
-    tokenizer = content["tokenizer"] or {}
-    settings = tokenizer.get("settings")
-    validation = _parse_file(folder, content["validation"])
-    splits = ("train", "val") if validation.size else ("train",)
     masked = bool(content.get("masked"))
     vocab_size = _count(content, "vocab_size")
     dtype = Storage.of(vocab_size, masked).dtype
+    if content["dtype"] != dtype.name:
+        # ids that did not fit when they were written, or a file that was changed later
+        kind = ValueError if dtype == np.uint32 else IntegrityError
+        raise kind(
+            f"{path}: a vocabulary of {vocab_size} needs {dtype} ids, but the manifest says "
+            f"{content['dtype']!r}: {PREPARE_AGAIN}"
+        )
+    for name in ("eod_id", "answer_id"):
+        if name in content and _count(content, name) >= vocab_size:
+            raise ValueError(
+                f"{path}: {name} {content[name]} is outside the vocabulary of {vocab_size}: "
+                f"{PREPARE_AGAIN}"
+            )
+
+    tokenizer = content["tokenizer"] or {}
+    tokenizer_files = [tokenizer, tokenizer.get("settings")]
+    validation = _parse_file(folder, content["validation"])
+    splits = ("train", "val") if validation.size else ("train",)
     return Manifest(
         folder=folder,
         vocab_size=vocab_size,
-        eod_id=_count(content, "eod_id"),
+        eod_id=content["eod_id"],
         shards=tuple(parse_shard(folder, record, dtype) for record in content["shards"]),
         splits={name: _parse_split(content["splits"][name]) for name in splits},
         validation=validation,
-        tokenizer=_parse_file(folder, tokenizer) if tokenizer else None,
-        tokenizer_settings=_parse_file(folder, settings) if settings else None,
+        tokenizer=tuple(_parse_file(folder, record) for record in tokenizer_files if record),
         tokenizer_sha256=tokenizer.get("ids_sha256", tokenizer.get("sha256")),
         sources=content["sources"],
         fingerprint=content["checksum"],
         masked=masked,
         task=content.get("task"),
-        answer_id=_count(content, "answer_id") if "answer_id" in content else None,
+        answer_id=content.get("answer_id"),
     )
 
 
@@ -314,20 +312,3 @@ def _inside(folder: Path, name: str) -> Path:
             f"do not use it, {PREPARE_AGAIN}"
         )
     return path
-
-
-def _check_vocabulary(path: Path, dtype: str, manifest: Manifest) -> None:
-    """ValueError for ids that are stored in another type than their vocabulary needs."""
-    needed = manifest.storage.dtype.name
-    if dtype != needed:
-        # ids that did not fit when they were written, or a file that was changed later
-        kind = ValueError if needed == "uint32" else IntegrityError
-        raise kind(
-            f"{path}: a vocabulary of {manifest.vocab_size} needs {needed} ids, but the manifest "
-            f"says {dtype!r}: {PREPARE_AGAIN}"
-        )
-    if max(manifest.eod_id, manifest.answer_id or 0) >= manifest.vocab_size:
-        raise ValueError(
-            f"{path}: eod_id {manifest.eod_id} or answer_id {manifest.answer_id} is outside the "
-            f"vocabulary of {manifest.vocab_size}: {PREPARE_AGAIN}"
-        )

@@ -180,30 +180,19 @@ class Turns:
                 f"the shares {', '.join(str(float(share)) for share in shares)} repeat only after "
                 f"{self.period:,} rows: give shares with fewer digits behind the point"
             )
-        self.per_period = [int(share * self.period) for share in shares]
-        self.corpus = _one_period(tuple(self.per_period))
-
-        # how many turns the corpus of each place had before it, and where its turns are
-        self.before = np.zeros(self.period, dtype=np.int64)
-        self.places = []
-        for corpus, rows in enumerate(self.per_period):
-            places = np.flatnonzero(self.corpus == corpus)
-            self.before[places] = np.arange(rows)
-            self.places.append(places)
+        self.corpus = _one_period(tuple(int(share * self.period) for share in shares))
+        self.places = [np.flatnonzero(self.corpus == number) for number in range(len(shares))]
 
     def at(self, position: int) -> tuple[int, int]:
         """Whose turn it is, and how many it had before."""
-        periods, place = divmod(position, self.period)
-        corpus = int(self.corpus[place])
-        return corpus, periods * self.per_period[corpus] + int(self.before[place])
+        corpus = int(self.corpus[position % self.period])
+        return corpus, int(self.counts(position)[corpus])
 
-    def counts(self, position: int) -> list[int]:
-        """The turns of each corpus before a position."""
+    def counts(self, position: int) -> np.ndarray:
+        """The turns of each corpus before a position, int64 [corpora]."""
         periods, place = divmod(position, self.period)
-        return [
-            periods * rows + int(places.searchsorted(place))
-            for rows, places in zip(self.per_period, self.places, strict=True)
-        ]
+        before = [periods * len(places) + places.searchsorted(place) for places in self.places]
+        return np.array(before)
 
 
 @functools.cache
@@ -265,10 +254,8 @@ def parts(
     `longest` tokens, as --whole_documents asks.
     """
     stop = ENDLESS if longest is None else longest + 1
-    if split is None and longest is None:
-        return [Part(corpus.name, corpus, corpus.share) for corpus in corpora]
     if split is None:
-        lengths = range(1, stop)
+        lengths = range(1, stop) if longest else None
         return [Part(one.name, one, one.share, lengths, "--whole_documents") for one in corpora]
 
     found = []
@@ -310,14 +297,9 @@ class Mixture(Order):
         """The share of each part, as a fraction in words."""
         return {part.name: str(part.share) for part in self.parts}
 
-    def state(self, step: int, skip: Ranges | None = None) -> dict:
-        """{seed, position, shares}, and "skip"."""
-        skip = self.skip if skip is None else skip
-        position = self.first_position(step, skip)
-        state = {"seed": self.seed, "position": position, "shares": self.shares}
-        if skip:
-            state["skip"] = [list(span) for span in skip]
-        return state
+    def place(self, position: int) -> dict:
+        """{position, shares}."""
+        return {"position": position, "shares": self.shares}
 
     def row_index(self, position: int) -> tuple[str, int]:
         """The part that a position belongs to, and the row of its plan."""
@@ -331,23 +313,16 @@ class Mixture(Order):
 
     def tokens_seen(self, step: int) -> dict[str, int]:
         """Tokens of each part before a step, padding included."""
-        counts = self.rows_seen(step)
-        return {
-            part.name: n * self.context_length for part, n in zip(self.parts, counts, strict=True)
-        }
+        tokens = (self.rows_seen(step) * self.context_length).tolist()
+        return dict(zip(self.shares, tokens, strict=True))
 
-    def rows_seen(self, step: int) -> list[int]:
-        """Rows of each part before a step."""
+    def rows_seen(self, step: int) -> np.ndarray:
+        """Rows of each part before a step, int64 [parts]."""
         position = self.first_position(step)
-        counts = self.turns.counts(position)
+        rows = self.turns.counts(position)
         for begin, end in self.skip:
-            left_out = zip(
-                self.turns.counts(min(end, position)),
-                self.turns.counts(min(begin, position)),
-                strict=True,
-            )
-            counts = [count - (b - a) for count, (b, a) in zip(counts, left_out, strict=True)]
-        return counts
+            rows += self.turns.counts(min(begin, position)) - self.turns.counts(min(end, position))
+        return rows
 
     def summary(self, steps: int) -> list[str]:
         """A line for each part, with its epochs after so many steps."""
@@ -412,13 +387,10 @@ def _loader(part: Part, context_length: int, seed: int, global_batch_rows: int =
     dataset = part.corpus.dataset
     split = dataset.split("train")
     if not split.has(part.lengths):
-        raise ValueError(_no_documents(part, split.lengths))
+        raise ValueError(
+            f"{dataset.path} has no document of {in_words(part.lengths)} (they have "
+            f"{split.lengths.min():,} to {split.lengths.max():,}), which {part.flag} needs: drop "
+            f"{part.flag}, or give a corpus of such documents its share by --data "
+            "FOLDER:SHARE,FOLDER:SHARE"
+        )
     return Loader(dataset, context_length, global_batch_rows, seed=seed, lengths=part.lengths)
-
-
-def _no_documents(part: Part, lengths: np.ndarray) -> str:
-    return (
-        f"{part.corpus.dataset.path} has no document of {in_words(part.lengths)} (they have "
-        f"{lengths.min():,} to {lengths.max():,}), which {part.flag} needs: drop {part.flag}, or "
-        "give a corpus of such documents its share by --data FOLDER:SHARE,FOLDER:SHARE"
-    )

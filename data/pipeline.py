@@ -26,6 +26,7 @@ import hashlib
 import heapq
 import itertools
 import json
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,9 +43,16 @@ from data.manifest import MANIFEST
 from data.order import mix
 from data.progress import shown
 from data.sources import Document
-from data.storage import token_dtype
+from data.storage import Storage
 from data.tokenizer import SENTENCEPIECE, train
-from data.writer import WORKING, TokenizedDocument, Writer, require_fraction, require_new
+from data.writer import (
+    NO_TEXT,
+    WORKING,
+    TokenizedDocument,
+    Writer,
+    require_fraction,
+    require_new,
+)
 
 SAMPLE_CHARS = 8_000_000  # 8,192 ids trained on 8 MB: 3.43 bytes/token in 2 s; on 32 MB: 3.44, 7 s
 SAMPLE_CHUNK = 16_384
@@ -118,10 +126,9 @@ def build_dataset(
             }
             state.save()
         if not (folder / MANIFEST).exists():
+            texts = iter(documents())
             if state.scan["documents"] == 1 and val_fraction and not answers:
-                texts = _end_apart(documents(), val_fraction, report)
-            else:
-                texts = iter(documents())
+                texts = _end_apart(texts, val_fraction, report)
             writer = _fill(state, texts, workers, answers, report)
             writer.finish(state.tokenizer, sources(), val_fraction)
         durable.remove(folder / WORKING)
@@ -133,13 +140,12 @@ def _identity(tokenizer: AnyTokenizer | None) -> list[str]:
     """What changes if the tokenizer does, given or to be trained."""
     if tokenizer is None:
         return [sentencepiece.__version__]
-    files = tokenizer.files(tokenizer.padded_vocab_size())
-    return [hashlib.sha256(content).hexdigest() for content in files.values()]
+    return [hashlib.sha256(content).hexdigest() for content in tokenizer.files().values()]
 
 
 def copy_tokenizer(tokenizer: AnyTokenizer, folder: Path) -> Path:
     """Copy a tokenizer into a folder; its file there."""
-    files = tokenizer.files(tokenizer.padded_vocab_size())
+    files = tokenizer.files()
     for name, content in files.items():
         durable.write_bytes(folder / name, content)
     return folder / next(iter(files))
@@ -188,16 +194,6 @@ def _require_both(document: TokenizedDocument, position: int) -> None:
             )
 
 
-def _require_space(state: "State") -> None:
-    """OSError if the disk is too small for what is missing; what is done stays."""
-    done = sum(path.stat().st_size for path in state.folder.glob("shard-*"))
-    needed = state.scan["bytes"] - done
-    free = durable.free_bytes(state.folder)
-    if free < needed:
-        words = f"{state.folder} needs about {needed:,} more bytes, and {free:,} are free"
-        raise OSError(errno.ENOSPC, words)
-
-
 # ---- what is done, on disk
 
 
@@ -215,12 +211,12 @@ class State:
         self._key = hashlib.sha256(json.dumps([STATE_VERSION, key]).encode()).hexdigest()
         found = json.loads(self._file.read_text()) if self._file.is_file() else {}
         if found.get("key") != self._key:
-            found = {}
+            found = {"scan": {}, "position": 0, "shards": []}
             durable.clear(folder)
             durable.make_folder(folder / WORKING)
-        self.scan: dict = found.get("scan", {})
-        self.position: int = found.get("position", 0)
-        self.shards: list[dict] = found.get("shards", [])
+        self.scan: dict = found["scan"]
+        self.position: int = found["position"]
+        self.shards: list[dict] = found["shards"]
 
     @property
     def tokenizer(self) -> Path:
@@ -234,12 +230,25 @@ class State:
         durable.write_json(self._file, content)
 
 
+# ---- space on the disk
+
+
 def _bytes_needed(found: "Scan", model: AnyTokenizer, masked: bool) -> int:
     """About how large the shards will be, from the ids of a part of the sample."""
     text = "".join(found.sample)[:SPACE_CHARS]
     tokens = len(model.encode(text)) / len(text) * found.num_chars
-    width = np.dtype(token_dtype(model.padded_vocab_size(), masked)).itemsize
+    width = Storage.of(model.padded_vocab_size(), masked).dtype.itemsize
     return round(SPACE_MARGIN * tokens * width) + 32 * found.num_documents
+
+
+def _require_space(state: "State") -> None:
+    """OSError if the disk is too small for what is missing; what is done stays."""
+    done = sum(path.stat().st_size for path in state.folder.glob("shard-*"))
+    needed = state.scan["bytes"] - done
+    free = durable.free_bytes(state.folder)
+    if free < needed:
+        words = f"{state.folder} needs about {needed:,} more bytes, and {free:,} are free"
+        raise OSError(errno.ENOSPC, words)
 
 
 # ---- scanning
@@ -257,22 +266,16 @@ class Scan(NamedTuple):
 def scan(documents: Iterable[Document]) -> Scan:
     """Read everything once. Raises ValueError if there is no text at all."""
     sample = _Sample()
-    num_chars = 0
-    num_documents = 0
-    num_empty = 0
+    lengths = array("q")
     for document in shown(documents, "reading"):
-        length = document.num_chars
-        num_chars += length
-        num_documents += length > 0
-        num_empty += length == 0
+        lengths.append(document.num_chars)
         sample.add(document.text)
         sample.add(document.answer or "")
 
-    if not num_chars:
-        raise ValueError(
-            "there is no text in the input (every document is empty): give --input with text in it"
-        )
-    return Scan(sample.chunks(), num_chars, num_documents, num_empty)
+    if not any(lengths):
+        raise ValueError(NO_TEXT)
+    num_documents = int(np.count_nonzero(lengths))
+    return Scan(sample.chunks(), sum(lengths), num_documents, len(lengths) - num_documents)
 
 
 class _Sample:
@@ -342,7 +345,7 @@ class Part(NamedTuple):
 
     text: str
     is_last: bool  # of its document
-    learned: bool | None = None  # None if documents have no answers
+    learned: bool | None  # None if documents have no answers
 
     @property
     def num_chars(self) -> int:
@@ -369,20 +372,16 @@ def _parts(documents: Iterable[Document], tokenizer: AnyTokenizer) -> Iterator[P
     whole: all threads can work on one long document, and nobody holds it as a list of numbers.
     """
     for document in documents:
-        if document.answer is None:
-            yield from _parts_of(document.text, tokenizer)
-            continue
-        for part in _parts_of(document.text, tokenizer):
-            yield part._replace(is_last=False, learned=False)
-        for part in _parts_of(document.answer, tokenizer):
-            yield part._replace(learned=True)
-
-
-def _parts_of(text: str, tokenizer: AnyTokenizer) -> Iterator[Part]:
-    *others, last = tokenizer.parts(text, BATCH_CHARS)
-    for part in others:
-        yield Part(part, is_last=False)
-    yield Part(last, is_last=True)
+        texts = [(document.text, None)]
+        if document.answer is not None:
+            texts = [(document.text, False), (document.answer, True)]
+        *others, last = [
+            Part(part, False, learned)
+            for text, learned in texts
+            for part in tokenizer.parts(text, BATCH_CHARS)
+        ]
+        yield from others
+        yield last._replace(is_last=True)
 
 
 def _encoded(
@@ -391,7 +390,7 @@ def _encoded(
     """The parts with their ids, uint32, in order; a few batches are encoded ahead."""
 
     def encode_batch(batch: list[Part]) -> list[tuple[Part, np.ndarray]]:
-        return [(part, tokenizer.encode_array(part.text)) for part in batch]
+        return [(part, np.array(tokenizer.encode(part.text), np.uint32)) for part in batch]
 
     with ThreadPoolExecutor(workers) as pool:
         waiting = deque()

@@ -27,19 +27,10 @@ from collections.abc import Sequence
 from base import flags
 from data import report
 from data.commands import exit_code
-from data.corpus import GROUPINGS, build_embedded, embedded_files, prepare_embedded
+from data.corpus import build_embedded, embedded_files, prepare_embedded
 from data.dataset import Dataset
 from data.pipeline import build_dataset
-from data.sources import DOCUMENT_BYTES, TextFiles, by_directory, refuse
-
-OF_THE_DATASET = (
-    "workers",
-    "vocab_size",
-    "val_fraction",
-    "tokenizer",
-    "eod",
-    "character_coverage",
-)
+from data.sources import DOCUMENT_BYTES, JOINS, TextFiles, by_directory, refuse
 
 # What a flag needs, without which it would have no effect.
 NEEDS = {
@@ -61,59 +52,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(arguments: Sequence[str] | None):
     """Prepare, and say what the dataset holds."""
-    options = parse(arguments)
+    given = vars(parse(arguments))
     begin = time.perf_counter()
-    dataset = prepare(options)
+    if "input" in given:
+        dataset = prepare_files(**given)
+    elif "output" in given:
+        dataset = build_embedded(embedded_files(given.pop("max_bytes", None)), **given)
+    else:
+        dataset = prepare_embedded(**given)
     print("\n".join(report.summary(dataset)))
     print(f"{time.perf_counter() - begin:.1f} s; train with --data {dataset.path}")
     print(f"what it can teach: python -m data.report {dataset.path}")
 
 
-# ---- what the flags ask for
-
-
-def prepare(options: argparse.Namespace) -> Dataset:
-    """Do what the flags ask for; returns the dataset."""
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    settings = {name: given[name] for name in OF_THE_DATASET if name in given}
-    if options.input:
-        return prepare_files(options, settings)
-
-    documents = options.documents or "directory"
-    if options.output is None:
-        return prepare_embedded(documents=documents, max_bytes=options.max_bytes, **settings)
-    files = embedded_files(options.max_bytes)
-    return build_embedded(files, options.output, documents, **settings)
-
-
-def prepare_files(options: argparse.Namespace, settings: dict) -> Dataset:
-    """Prepare the user's own files."""
+def prepare_files(
+    input: Sequence[str],
+    output: str,
+    text_field: str | None = None,
+    answer_field: str | None = None,
+    on_error: str | None = None,
+    max_document_mib: int = DOCUMENT_BYTES >> 20,
+    documents: str | None = None,
+    **settings,
+) -> Dataset:
+    """Prepare the user's own files; `settings` as in `build_dataset`."""
     # a dictionary, because each document is read twice and its message is to be printed once
     skipped: dict[str, None] = {}
-
-    def skip(message: str) -> None:
-        skipped[message] = None
-
-    limit = DOCUMENT_BYTES
-    if options.max_document_mib is not None:
-        limit = options.max_document_mib << 20
+    report_bad = skipped.setdefault if on_error == "skip" else refuse
+    limit = max_document_mib << 20
     files = TextFiles(
-        options.input,
-        options.text_field,
-        skip if options.on_error == "skip" else refuse,
-        replace=options.on_error == "replace",
+        input,
+        text_field,
+        report_bad,
+        replace=on_error == "replace",
         document_bytes=limit,
-        answer_field=options.answer_field,
+        answer_field=answer_field,
     )
-    is_joined = options.documents == "directory"
-    join = functools.partial(by_directory, limit=limit) if is_joined else iter
+    join = functools.partial(by_directory, limit=limit) if documents == "directory" else iter
     try:
         dataset = build_dataset(
             lambda: join(files.documents()),
-            options.output,
+            output,
             sources=files.describe,
-            key=[files.stamp(), options.documents, options.on_error],
-            answers=options.answer_field is not None,
+            key=[files.stamp(), documents, on_error],
+            answers=answer_field is not None,
             **settings,
         )
     finally:
@@ -128,24 +110,19 @@ def prepare_files(options: argparse.Namespace, settings: dict) -> Dataset:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the flags. Raises ValueError for flags that are unknown or contradict each other."""
-    options = _parser().parse_args(arguments)
-    _check(options)
-    return options
+    """The flags that are given. ValueError if one is unknown, or if they contradict each other."""
+    given = new_parser().parse_args(arguments)
+    _check(vars(given))
+    return given
 
 
-class _Parser(flags.RaisingParser):
-    """A parser whose errors all end with a remedy."""
-
-    def error(self, message: str) -> None:
-        super().error(message if "--help" in message else f"{message}: see --help")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
+def new_parser() -> flags.RaisingParser:
+    """All flags; those that are not given leave nothing behind."""
+    parser = flags.RaisingParser(
         prog="python -m data.prepare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
         epilog="Hyphens and underscores in flags are the same.",
     )
     add = parser.add_argument
@@ -210,7 +187,7 @@ def _parser() -> _Parser:
     )
     add(
         "--documents",
-        choices=GROUPINGS,
+        choices=tuple(JOINS),
         help="file: each file or line is a document (default with --input); directory: "
         "the files of a directory form one long document (default without --input)",
     )
@@ -230,7 +207,6 @@ def _parser() -> _Parser:
     add(
         "--workers",
         type=int,
-        default=2,
         metavar="N",
         help="number of encoding threads (default 2); it does not change the result",
     )
@@ -243,14 +219,13 @@ def _parser() -> _Parser:
     return parser
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check(given: dict) -> None:
     """Raise ValueError for flags that contradict each other or would have no effect."""
-    given = {name for name, value in vars(options).items() if value is not None}
     for name, needed in NEEDS.items():
         if name in given and needed.split()[0] not in given:
             raise ValueError(f"--{name} needs --{needed}: add that, or drop --{name}")
-    for name in sorted(given & {"vocab_size", "character_coverage"}):
-        if "tokenizer" in given:
+    for name in ("character_coverage", "vocab_size"):
+        if name in given and "tokenizer" in given:
             raise ValueError(
                 f"--tokenizer is already trained, so it and --{name} exclude each other: drop one "
                 "of them"
@@ -259,9 +234,9 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(
             "--max_bytes is for the embedded corpus: leave it out, or leave out --input"
         )
-    if options.answer_field == "":
+    if given.get("answer_field") == "":
         raise ValueError("--answer_field is empty: name a field, or drop --answer_field")
-    if "answer_field" in given and options.documents == "directory":
+    if "answer_field" in given and given.get("documents") == "directory":
         raise ValueError(
             "--documents directory joins records, and --answer_field is for each of them: drop one "
             "of the two"

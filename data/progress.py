@@ -4,22 +4,10 @@ bar is written every EVERY seconds only, and never for what takes less time.
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Protocol, TypeVar
 
 from tqdm import tqdm
 
 EVERY = 15.0  # seconds
-
-
-class HasText(Protocol):
-    """A document, or a part of one."""
-
-    @property
-    def num_chars(self) -> int:
-        """The characters of its text."""
-
-
-Text = TypeVar("Text", bound=HasText)
 
 
 def bar(what: str, total: float | None, done: int = 0, **settings: object) -> tqdm:
@@ -29,8 +17,8 @@ def bar(what: str, total: float | None, done: int = 0, **settings: object) -> tq
     return tqdm(desc=what, total=total, initial=done, leave=False, **settings)
 
 
-def shown(texts: Iterable[Text], what: str, total: int | None = None) -> Iterator[Text]:
-    """The texts, counted in characters; `total` is how many there are."""
+def shown(texts: Iterable, what: str, total: int | None = None) -> Iterator:
+    """The texts, whose `num_chars` are counted; `total` is how many characters there are."""
     with bar(what, total, unit=" characters", unit_scale=True) as progress:
         for one in texts:
             yield one

@@ -15,7 +15,7 @@ import numpy as np
 
 from data.dataset import Dataset, Split
 from data.loader import IGNORE, Batch, Order
-from data.order import Ranges, permute
+from data.order import Ranges
 
 
 class Prompt(NamedTuple):
@@ -69,30 +69,13 @@ class Prompts(Order):
         super().__init__(longest, global_batch_rows, seed, skip, dataset.fingerprint)
         self.dataset = dataset
         self.split = dataset.split("train")
+        self.rows_per_epoch = self.split.num_documents
         if self.split.num_documents < global_batch_rows:
             raise ValueError(
                 f"{dataset.path} has {self.split.num_documents:,} prompts for training, fewer than "
                 f"the {global_batch_rows:,} of one step: give fewer prompts for each step"
             )
         require_fitting(dataset, self.split, longest)
-
-    # ---- order
-
-    def state(self, step: int, skip: Ranges | None = None) -> dict:
-        """{seed, epoch, position in the epoch}, and "skip"."""
-        skip = self.skip if skip is None else skip
-        first = self.first_position(step, skip)
-        epoch, position = divmod(first, self.split.num_documents)
-
-        state = {"seed": self.seed, "epoch": epoch, "position": position}
-        if skip:
-            state["skip"] = [list(span) for span in skip]
-        return state
-
-    def row_index(self, position: int) -> int:
-        """The document at a global position."""
-        epoch, position_in_epoch = divmod(position, self.split.num_documents)
-        return permute(self.seed, epoch, self.split.num_documents, position_in_epoch)
 
     # ---- tokens
 
@@ -125,9 +108,6 @@ class Prompts(Order):
             f"prompts: {self.split.num_documents:,} for training, {self.global_batch_rows:,} in "
             f"each step, {epochs:.2f} epochs in {steps:,} steps"
         ]
-
-    def warnings(self) -> list[str]:
-        return []
 
 
 def require_fitting(dataset: Dataset, split: Split, longest: int):

@@ -123,6 +123,7 @@ class TextFiles:
         self._replaced: dict[str, int] = {}  # place of the first one of a document -> U+FFFD
         self._cut: dict[Path, int] = {}
 
+        self._files = [file for one in self._inputs for file in one.files]
         for one in self._inputs:
             for file in one.files:
                 # in a folder of sources, .json and .csv are text like any other
@@ -135,9 +136,8 @@ class TextFiles:
     def notes(self) -> list[str]:
         """What was left out, or may not be what the user thinks, in lines."""
         lines = []
-        files = [file for one in self._inputs for file in one.files]
         linked = [link for one in self._inputs for link in one.linked]
-        tables = [file for file in files if kind_of(file) in TABLES]
+        tables = [file for file in self._files if kind_of(file) in TABLES]
         if linked:
             lines.append(
                 f"left out: {some(linked)}, because links to folders are not followed: give the "
@@ -168,10 +168,9 @@ class TextFiles:
         Raises ValueError, or calls `report` and goes on, for text that is not UTF-8, a lone
         surrogate, a record without the text field, and damaged files.
         """
-        for one in self._inputs:
-            for file in one.files:
-                read = READERS.get(kind_of(file), TextFiles._texts)
-                yield from read(self, file)
+        for file in self._files:
+            read = READERS.get(kind_of(file), TextFiles._texts)
+            yield from read(self, file)
 
     def describe(self) -> list[dict]:
         """Each input's files and bytes, and a SHA-256 over its "name hash" lines."""
@@ -181,8 +180,7 @@ class TextFiles:
         """What changes if a file or the way to read it does: a list for JSON."""
         text, *answer = [field.spelled for field in self._fields]
         settings = [text, "utf-8", self._replace, self._limit, *answer]
-        files = [[str(file), *_stamp(file)] for one in self._inputs for file in one.files]
-        return [settings, files]
+        return [settings, [_stamp(file) for file in self._files]]
 
     def _describe_input(self, one: Input) -> dict:
         digest = hashlib.sha256()
@@ -310,10 +308,10 @@ READERS = {
 }
 
 
-def _stamp(file: Path) -> list[int]:
-    """The size and the time of the last change."""
+def _stamp(file: Path) -> list:
+    """The name, the size and the time of the last change."""
     status = file.stat()
-    return [status.st_size, status.st_mtime_ns]
+    return [str(file), status.st_size, status.st_mtime_ns]
 
 
 def _blocks(stream: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
@@ -383,6 +381,10 @@ def by_directory(documents: Iterable[Document], limit: int = DOCUMENT_BYTES) -> 
         size += len(document.text)
     if parts:
         yield Document(directory, "".join(parts))
+
+
+# What becomes a document: the files of a directory, which follow each other, or each file.
+JOINS = {"directory": by_directory, "file": iter}
 
 
 def _on_one_line(name: str) -> str:

@@ -7,6 +7,7 @@ in data/loader.py.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -61,15 +62,10 @@ class Staged(Order):
         own = within(self.skip if skip is None else skip, number)
         return number * APART + order.first_position(step - first_step, own)
 
-    def state(self, step: int, skip: Ranges | None = None) -> dict:
-        """That of the step's stage, with the stage's number and everything that is skipped."""
-        skip = self.skip if skip is None else skip
-        number = self.stage_of(step)
-        first_step, order = self.stages[number]
-        state = order.state(step - first_step, within(skip, number)) | {"stage": number}
-        if skip:
-            state["skip"] = [list(span) for span in skip]
-        return state
+    def place(self, position: int) -> dict:
+        """As its stage has it, with the number of the stage."""
+        number, own = divmod(position, APART)
+        return self.stages[number].order.place(own) | {"stage": number}
 
     def positions(
         self,
@@ -94,17 +90,15 @@ class Staged(Order):
     def tokens_seen(self, step: int) -> dict[str, int]:
         """Tokens of each corpus before a step, padding included; empty if there is only one."""
         seen: dict[str, int] = {}
-        for number, (first_step, order) in enumerate(self.stages):
-            steps = min(step, self._last_step(number, step)) - first_step
-            for name, tokens in order.tokens_seen(max(0, steps)).items():
+        for stage, steps in zip(self.stages, self._steps_before(step), strict=True):
+            for name, tokens in stage.order.tokens_seen(steps).items():
                 seen[name] = seen.get(name, 0) + tokens
         return seen
 
-    def _last_step(self, number: int, last: int) -> int:
-        """The step at which the next stage begins, or `last`."""
-        if number + 1 == len(self.stages):
-            return last
-        return self.stages[number + 1].first_step
+    def _steps_before(self, step: int) -> list[int]:
+        """How many of the steps before this one each stage has."""
+        begins = [min(stage.first_step, step) for stage in self.stages]
+        return [end - begin for begin, end in pairwise([*begins, step])]
 
     def rows(self, positions: Sequence[int]) -> Batch:
         """The rows at these positions, which are of one stage."""
@@ -119,8 +113,8 @@ class Staged(Order):
     def summary(self, steps: int) -> list[str]:
         """The lines of each stage, with what its own steps read."""
         lines = []
-        for number, (first_step, order) in enumerate(self.stages):
-            own = self._last_step(number, steps) - first_step
+        for number, own in enumerate(self._steps_before(steps)):
+            first_step, order = self.stages[number]
             lines.append(f"stage {number + 1}: {own:,} steps from step {first_step:,} on")
             lines += [f"  {line}" for line in order.summary(own)]
         return lines

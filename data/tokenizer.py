@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
 import sentencepiece
 
 from base.untrusted import refuse_pickle
@@ -174,10 +173,6 @@ class Tokenizer:
                 ids += self._processor.encode(part)
         return ids
 
-    def encode_array(self, text: str) -> np.ndarray:
-        """`encode` as a uint32 array."""
-        return np.array(self.encode(text), dtype=np.uint32)
-
     def parts(self, text: str, size: int) -> Iterator[str]:
         """`text` in parts of `size` characters or a little more, cut where `encode` cuts, so that
         their ids, joined, are those of the whole.
@@ -193,7 +188,7 @@ class Tokenizer:
                 length = 0
         yield "".join(part)
 
-    def files(self, vocab_size: int) -> dict[str, bytes]:
+    def files(self) -> dict[str, bytes]:
         """The files of a copy: {name: content}."""
         return {SENTENCEPIECE: self.path.read_bytes()}
 

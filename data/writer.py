@@ -13,19 +13,20 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from base import durable
 from data import hugging_face
-from data.dataset import Dataset, ShardReader
+from data.dataset import Dataset, Split
 from data.manifest import (
     MANIFEST,
     Shard,
     SplitSummary,
     StoredFile,
     parse_shard,
+    sha256_file,
     write_manifest,
 )
 from data.order import mix
@@ -36,6 +37,7 @@ SHARD_TOKENS = 1 << 27  # 256 MiB of uint16
 COUNT_TOKENS = 1 << 20  # ids are counted this many at a time
 VALIDATION_FILE = "val.idx"
 WORKING = "working"
+NO_TEXT = "there is no text in the input (every document is empty): give --input with text in it"
 
 
 class TokenizedDocument(NamedTuple):
@@ -180,8 +182,7 @@ def unigram_entropy(counts: np.ndarray) -> float:
 
 
 class Writer:
-    """Fills shards in the order of the documents, hashing the ids on the way. What is written
-    depends on the documents only.
+    """Fills shards in the order of the documents. What is written depends on the documents only.
 
     `restore` continues in another process, with the shards that were full.
     """
@@ -203,7 +204,9 @@ class Writer:
         self.lengths = array("q")
         self.source_bytes = array("q")
         self.shards: list[Shard] = []  # those that are full
-        self._open_shard: _OpenShard | None = None
+        self._file: BinaryIO | None = None  # of the shard that is being filled,
+        self._ends = array("Q")  # its documents,
+        self._max_id = 0  # and its largest id
 
         self.working = folder / WORKING
         durable.make_folder(self.working)
@@ -215,36 +218,7 @@ class Writer:
             shard.ids.check_size()
             self.source_bytes.frombytes(self._bytes_file(shard.ids.path).read_bytes())
         if self.shards:
-            self.lengths.extend(ShardReader(self.shards, self.storage).lengths.tolist())
-
-    def finish(
-        self,
-        tokenizer: Path | str | None,
-        sources: Iterable[dict],
-        val_fraction: float,
-        task: dict | None = None,
-        answer_id: int | None = None,
-    ) -> None:
-        """Write what is missing, the manifest last; `working` is not needed any more.
-
-        Raises ValueError if there is no text.
-        """
-        shards = self.close()
-        chosen = choose_validation(np.array(self.lengths), val_fraction)
-        content = {
-            "vocab_size": self.vocab_size,
-            "eod_id": self.eod_id,
-            "shards": [shard.record() for shard in shards],
-            "splits": {name: asdict(split) for name, split in self.summaries(chosen).items()},
-            "validation": _store(
-                self.folder / VALIDATION_FILE, chosen.astype("<u8").tobytes()
-            ).record(),
-            "tokenizer": _store_tokenizer(self.folder, tokenizer),
-            "sources": list(sources),
-        }
-        optional = {"masked": self.storage.masked or None, "task": task, "answer_id": answer_id}
-        content |= {name: value for name, value in optional.items() if value is not None}
-        write_manifest(self.folder, content)
+            self.lengths.extend(Split(self.shards, self.storage).lengths.tolist())
 
     def add(self, document: TokenizedDocument) -> None:
         """Append a document. A closing end of a document that it lacks is learned if its last token
@@ -262,51 +236,47 @@ class Writer:
             tokens = np.append(tokens, self.eod_id)
             learned = None if learned is None else np.append(learned, learned[-1])
 
-        stored = self.storage.stored(tokens, learned)
-        self._shard_with_room(len(stored)).append(stored, int(tokens.max()))
-        self.lengths.append(len(stored))
+        before = self._ends[-1] if self._ends else 0
+        if before and before + len(tokens) > self.shard_tokens:
+            self._close_shard()
+            before = 0
+        if self._file is None:
+            self._file = open(self._next_shard(), "wb")  # noqa: SIM115 (closed by _close_shard)
+        self._file.write(self.storage.stored(tokens, learned))
+        self._ends.append(before + len(tokens))
+        self._max_id = max(self._max_id, int(tokens.max()))
+        self.lengths.append(len(tokens))
         self.source_bytes.append(document.source_bytes)
 
-    def close(self) -> list[Shard]:
-        """Close the last shard and return all of them. ValueError if there is no text."""
-        if self._open_shard is None:
-            raise ValueError(
-                "there is no text in the input (every document is empty): "
-                "give --input with text in it"
-            )
-        self._close_shard()
-        return self.shards
+    def finish(
+        self,
+        tokenizer: Path | str | None,
+        sources: Iterable[dict],
+        val_fraction: float,
+        task: dict | None = None,
+        answer_id: int | None = None,
+    ) -> None:
+        """Write what is missing, the manifest last; `working` is not needed any more.
 
-    def summaries(self, validation: np.ndarray) -> dict[str, SplitSummary]:
-        """What each split holds, given the indices of the validation documents. ValueError if no
-        token is learned.
+        Raises ValueError if there is no text, or no token of it is learned.
         """
-        counts = sum(map(self._count_targets, self.shards))
-        if not counts.any():
-            raise ValueError("no token of the documents is learned: mark some as targets")
-        everything = np.arange(len(self.lengths))
-        if len(validation) == 0:
-            return {"train": self._summary(everything, counts)}
-
-        reader = ShardReader(self.shards, self.storage)
-        held_out = np.zeros_like(counts)
-        for document in validation:
-            np.add.at(held_out, reader.targets(document), 1)
-        training = np.delete(everything, validation)
-        return {
-            "train": self._summary(training, counts - held_out),
-            "val": self._summary(validation, held_out),
+        if self._file is None:
+            raise ValueError(NO_TEXT)
+        self._close_shard()
+        chosen = choose_validation(np.array(self.lengths), val_fraction)
+        validation = _store(self.folder / VALIDATION_FILE, chosen.astype("<u8").tobytes())
+        content = {
+            "vocab_size": self.vocab_size,
+            "eod_id": self.eod_id,
+            "shards": [shard.record() for shard in self.shards],
+            "splits": {name: asdict(split) for name, split in self._summaries(chosen).items()},
+            "validation": validation.record(),
+            "tokenizer": _store_tokenizer(self.folder, tokenizer),
+            "sources": list(sources),
         }
-
-    def _count_targets(self, shard: Shard) -> np.ndarray:
-        """How often each id is a target in a shard, int64 [V]."""
-        counts = np.zeros(self.vocab_size, dtype=np.int64)
-        with open(shard.ids.path, "rb") as file:
-            for _ in range(0, shard.tokens, COUNT_TOKENS):
-                stored = np.fromfile(file, self.storage.dtype, COUNT_TOKENS)
-                targets = self.storage.targets(stored)
-                counts += np.bincount(targets, minlength=self.vocab_size)
-        return counts
+        optional = {"masked": self.storage.masked or None, "task": task, "answer_id": answer_id}
+        content |= {name: value for name, value in optional.items() if value is not None}
+        write_manifest(self.folder, content)
 
     def _check(self, tokens: np.ndarray, learned: np.ndarray | None) -> None:
         number = len(self.lengths)
@@ -322,11 +292,8 @@ class Writer:
                 f"{len(self.shards)}): ids must be 0 to {self.vocab_size - 1}; "
                 "give the true vocab_size"
             )
-        if learned is not None:
-            self._check_marks(learned, tokens)
-
-    def _check_marks(self, learned: np.ndarray, tokens: np.ndarray) -> None:
-        number = len(self.lengths)
+        if learned is None:
+            return
         if not self.storage.masked:
             raise ValueError(
                 f"document {number} says which of its tokens are learned, but the dataset is not "
@@ -338,27 +305,61 @@ class Writer:
                 f"{len(tokens)} tokens: give one bool for each token"
             )
 
-    def _shard_with_room(self, tokens: int) -> "_OpenShard":
-        """The open shard, or a new one if this many tokens would make it too large."""
-        shard = self._open_shard
-        if shard is not None and shard.tokens + tokens > self.shard_tokens:
-            self._close_shard()
-        if self._open_shard is None:
-            self._open_shard = _OpenShard(self._next_shard())
-        return self._open_shard
+    # ---- shards
 
     def _close_shard(self) -> None:
-        shard = self._open_shard.close()
-        source_bytes = self.source_bytes[-shard.documents :]
-        durable.write_bytes(self._bytes_file(shard.ids.path), source_bytes.tobytes())
-        self.shards.append(shard)
-        self._open_shard = None
+        """Force the files of the shard that is open to the disk."""
+        self._file.close()
+        path = self._next_shard()
+        durable.fsync(path)
+        ids = StoredFile(path, path.stat().st_size, sha256_file(path))
+        ends = _store(path.with_suffix(".idx"), np.array(self._ends, dtype="<u8").tobytes())
+        documents = len(self._ends)
+        source_bytes = self.source_bytes[-documents:]
+        durable.write_bytes(self._bytes_file(path), source_bytes.tobytes())
+
+        self.shards.append(Shard(ids, ends, self._ends[-1], documents, self._max_id))
+        self._file = None
+        self._ends = array("Q")
+        self._max_id = 0
 
     def _next_shard(self) -> Path:
         return self.folder / f"shard-{len(self.shards):05d}.bin"
 
     def _bytes_file(self, shard: Path) -> Path:
         return self.working / f"{shard.stem}.bytes"
+
+    # ---- what the splits hold
+
+    def _summaries(self, validation: np.ndarray) -> dict[str, SplitSummary]:
+        """What each split holds, given the indices of the validation documents. ValueError if no
+        token is learned.
+        """
+        counts = sum(map(self._count_targets, self.shards))
+        if not counts.any():
+            raise ValueError("no token of the documents is learned: mark some as targets")
+        everything = np.arange(len(self.lengths))
+        if len(validation) == 0:
+            return {"train": self._summary(everything, counts)}
+
+        documents = Split(self.shards, self.storage)
+        held_out = np.zeros_like(counts)
+        for document in validation:
+            np.add.at(held_out, documents.targets(document), 1)
+        return {
+            "train": self._summary(np.delete(everything, validation), counts - held_out),
+            "val": self._summary(validation, held_out),
+        }
+
+    def _count_targets(self, shard: Shard) -> np.ndarray:
+        """How often each id is a target in a shard, int64 [V]."""
+        counts = np.zeros(self.vocab_size, dtype=np.int64)
+        with open(shard.ids.path, "rb") as file:
+            for _ in range(0, shard.tokens, COUNT_TOKENS):
+                stored = np.fromfile(file, self.storage.dtype, COUNT_TOKENS)
+                targets = self.storage.targets(stored)
+                counts += np.bincount(targets, minlength=self.vocab_size)
+        return counts
 
     def _summary(self, documents: np.ndarray, counts: np.ndarray) -> SplitSummary:
         return SplitSummary(
@@ -367,34 +368,6 @@ class Writer:
             source_bytes=int(np.array(self.source_bytes)[documents].sum()),
             unigram_entropy=unigram_entropy(counts),
         )
-
-
-class _OpenShard:
-    """A shard that is being written."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.tokens = 0
-        self._file = open(path, "wb")  # noqa: SIM115 (closed by `close`, not by a block)
-        self._ends = array("Q")
-        self._max_id = 0
-        self._digest = hashlib.sha256()
-
-    def append(self, stored: np.ndarray, max_id: int) -> None:
-        """Append the stored ids of a document, and their largest."""
-        self._file.write(stored)
-        self._digest.update(stored)
-        self.tokens += len(stored)
-        self._ends.append(self.tokens)
-        self._max_id = max(self._max_id, max_id)
-
-    def close(self) -> Shard:
-        """Force both files to the disk."""
-        self._file.close()
-        durable.fsync(self.path)
-        ids = StoredFile(self.path, self.path.stat().st_size, self._digest.hexdigest())
-        ends = _store(self.path.with_suffix(".idx"), np.array(self._ends, dtype="<u8").tobytes())
-        return Shard(ids, ends, self.tokens, len(self._ends), self._max_id)
 
 
 # ---- the other files

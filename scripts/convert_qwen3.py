@@ -17,7 +17,7 @@ import torch
 from base import durable
 from base.flags import PRECISIONS, precision, spellings
 from base.tensors import Later
-from data.dataset import Dataset, open_dataset
+from data.dataset import open_dataset
 from data.export_tokenizer import EXTRAS, exported
 from data.hugging_face import (
     SETTINGS,
@@ -167,14 +167,14 @@ def cast(weight: Later, dtype: str) -> Later:
 
 
 def tokenizer_of(checkpoint: Checkpoint, given: str, eod: str) -> AnyTokenizer | None:
-    """The tokenizer that is given, or else that of the run or of its data; None for "none".
+    """The tokenizer that is given, or else the run's; None for "none".
 
     ValueError if there is none, or not the one that the model was trained with.
     """
     if given == NONE:
         return None
     run = checkpoint.folder.parent
-    path = given or find_tokenizer(run) or tokenizer_of_data(checkpoint)
+    path = given or find_tokenizer(run)
     if path is None:
         raise ValueError(
             f"{run} has no tokenizer: give --tokenizer PATH, or --tokenizer {NONE} to export the "
@@ -195,34 +195,22 @@ def end_token(run: Path, tokenizer: Path) -> str | None:
 
 
 def end_of_document(checkpoint: Checkpoint, eod: str = "") -> int | None:
-    """The id of `eod`, or the one that ends a document, from the run's tokenizer or from its data
-    if they are still there; None if nothing says it.
+    """The id of `eod`, or the one that ends a document, from the run's tokenizer; without one, from
+    its data if they are still there and the same. None if nothing says it.
     """
     run = checkpoint.folder.parent
-    path = find_tokenizer(run) or tokenizer_of_data(checkpoint)
-    if path is None and eod:
+    path = find_tokenizer(run)
+    if path is not None:
+        return load_tokenizer(path, eod or None).eod_id
+    if eod:
         raise ValueError(
             f"--eod {eod} is a token, and {run} has no tokenizer that knows its id: drop --eod"
         )
-    if path is None:
-        dataset = data_of(checkpoint)
-        return dataset.eod_id if dataset else None
-    return load_tokenizer(path, eod or None).eod_id
-
-
-def tokenizer_of_data(checkpoint: Checkpoint) -> Path | None:
-    """The tokenizer in the folder of the run's data, if that is still there."""
-    dataset = data_of(checkpoint)
-    return dataset.tokenizer_path if dataset else None
-
-
-def data_of(checkpoint: Checkpoint) -> Dataset | None:
-    """The data that the run was trained on, if it is still there and the same."""
     data = Path(str(checkpoint.config.get("data")))
     if not checkpoint.identity or not (data / MANIFEST).is_file():
         return None
     dataset = open_dataset(data)
-    return dataset if dataset.fingerprint == checkpoint.identity.get("dataset") else None
+    return dataset.eod_id if dataset.fingerprint == checkpoint.identity.get("dataset") else None
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ from data.mixture import EMBEDDED, Corpus, open_corpora
 from data.progress import bar, duration
 from longhaul import cli, flops, lengths
 from longhaul.checkpoint import start
-from longhaul.checkpoint.earlier import present_settings
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.cli import flag, known_words
 from longhaul.config import EVALS, SHORTEST_EVAL, TrainConfig
@@ -281,7 +280,7 @@ def recorded_settings(checkpoint: Checkpoint) -> TrainConfig:
     known = {spec.name for spec in dataclasses.fields(TrainConfig)}
     values = {
         name: tuple(value) if isinstance(value, list) else value
-        for name, value in present_settings(checkpoint.config).items()
+        for name, value in checkpoint.config.items()
         if name in known
     }
     return TrainConfig(**values)

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from footprint.measure import peak_bytes, saved_bytes
 from longhaul import kernels
 from longhaul.vocab import loss as vocab_loss
-from longhaul.vocab.check import gradients, standard_loss
+from longhaul.vocab.check import gradients, off_by, standard_loss
 from longhaul.vocab.check import relative as rel
 from longhaul.vocab.loss import linear_cross_entropy
 from model import ModelConfig
 from tests.tiers import few_fast
-from verify_chunked_loss import naive_loop, root_mean_square
+from verify_chunked_loss import naive_loop
 
 CPU = torch.device("cpu")
 TILES = [(4096, 4096), (64, 512), (100, 99), (7, 1000)]
@@ -158,8 +158,8 @@ def test_the_labels_logit_stays_in_fp32_so_a_tokens_loss_is_better_than_the_stan
     exact = dense(h.double(), w.double(), y, reduction="none")
     standard = standard_loss(h, w, y, reduction="none")  # with a rounded logit of the label
 
-    error = root_mean_square(token_losses(h, w, y, kernels=kernels) - exact)
-    assert error < 0.1 * root_mean_square(standard - exact)
+    error = off_by(token_losses(h, w, y, kernels=kernels), exact)
+    assert error < 0.1 * off_by(standard, exact)
 
 
 def test_bf16_errors_do_not_grow_with_the_number_of_tiles_but_those_of_a_naive_loop_do():
@@ -173,7 +173,7 @@ def test_bf16_errors_do_not_grow_with_the_number_of_tiles_but_those_of_a_naive_l
     for token_tile, vocab_tile in ((2048, 1000), (16, 1000), (16, 20)):
         tiles = dict(token_tile=token_tile, vocab_tile=vocab_tile)
         _, dh, dw = chunked(h, w, y, **tiles)
-        loss_errors.append(root_mean_square(token_losses(h, w, y, **tiles) - exact))
+        loss_errors.append(off_by(token_losses(h, w, y, **tiles), exact))
         dh_errors.append(rel(dh, want[1]))
         dw_errors.append(rel(dw, want[2]))
 

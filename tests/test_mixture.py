@@ -101,7 +101,7 @@ def test_counts_and_turns_are_those_of_reading_from_the_start():
     turns = Turns([Fraction(1, 2), Fraction(3, 10), Fraction(1, 5)])
     had = [0, 0, 0]
     for position in range(35):
-        assert turns.counts(position) == had
+        assert turns.counts(position).tolist() == had
         corpus, before = turns.at(position)
         assert before == had[corpus]
         had[corpus] += 1

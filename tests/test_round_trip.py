@@ -456,11 +456,6 @@ def refused(capsys, *words: str, code: int = 2) -> str:
 
 
 def test_a_run_without_a_tokenizer_says_how_to_export(run, tmp_path, capsys):
-    """If its data is still there, the tokenizer of the data is taken."""
-    bare = shutil.copytree(run, tmp_path / "bare")
-    (bare / "tokenizer.model").unlink()
-    assert (export(bare, tmp_path / "from_data") / "tokenizer.json").is_file()
-
     imported = tmp_path / "imported"
     qwen3.to_hf(load_model(verified(newest(run))), tmp_path / "hf")
     convert_qwen3.main(["--input", str(tmp_path / "hf"), "--output", str(imported)])

@@ -92,9 +92,12 @@ def outcome(
 
 
 def errors_between(result: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """Of the loss absolute, of the gradients relative."""
-    errors = {name: relative(result[name], exact[name]) for name in result if name != "loss"}
-    return dict(loss=abs(float(result["loss"]) - float(exact["loss"])), **errors)
+    """Of the gradients relative; of a loss, or of each token's, absolute."""
+    errors = {}
+    for name, value in result.items():
+        measure = relative if name in ("dh", "dW") else off_by
+        errors[name] = measure(value, exact[name])
+    return errors
 
 
 def plain_problem(
@@ -265,14 +268,16 @@ def gradients(
     labels_N: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, dh, dW)."""
-    hidden_ND = hidden_ND.detach().requires_grad_()
-    weight_VD = weight_VD.detach().requires_grad_()
-    value = loss(hidden_ND, weight_VD, labels_N)
-    return value.detach(), *torch.autograd.grad(value, (hidden_ND, weight_VD))
+    return tuple(outcome(loss, hidden_ND, weight_VD, labels_N).values())
 
 
 def relative(value: Tensor, exact: Tensor) -> float:
     return float((value.double() - exact).norm() / exact.norm())
+
+
+def off_by(value: Tensor, exact: Tensor) -> float:
+    """The root mean square of the differences."""
+    return float((value.double() - exact).square().mean().sqrt())
 
 
 EXACTNESS = {

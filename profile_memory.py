@@ -401,9 +401,8 @@ def give_advice(cfg: ProfileConfig) -> int:
         asked = on_ranks(cfg.training(), cfg.gpus or 1)
     found = advise.advise(cfg.task, asked, cfg.card(), host_available_bytes() / GIB, say)
 
-    say(found.text())
     if cfg.json:
-        door.write_json(cfg.json, found.as_json())
+        door.write_json(cfg.json, found.as_json)
     return found.verdict.exit_code
 
 

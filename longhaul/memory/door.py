@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,7 +43,6 @@ from longhaul.memory.search import (
     Tried,
     Verdict,
     note_on_size,
-    verdict,
 )
 from longhaul.memory.users_file import UsersFile
 from model import GIB
@@ -218,35 +217,27 @@ def _answer(cfg: StepConfig, typed: Mapping[str, Any], say: Say) -> int:
     search = Search(functools.partial(_judged, predicted, room), room, say)
     say(f"on {on.name} ({on.gib:g} GiB); all figures predicted, GiB")
     say(search.head())
-    found = _advised(cfg, on, search) if cfg.advise else _solved(cfg, search)
+    best, words = _advised(cfg, on, search) if cfg.advise else _solved(cfg, search)
     smallest = min(search.tried, key=lambda one: one.device)
-    report = (found.best or smallest).found.report
+    report = (best or smallest).found.report
     say(f"\n{report}\n")
-    say(found.words)
-    _warn(found.best.request if found.best else cfg, say)
-    _write(cfg, report, found.as_json(search))
-    return found.verdict.exit_code
+    say(words)
+    _warn(best.request if best else cfg, say)
+    code = search.verdict(best).exit_code
+    tried = [one.as_json() for one in search.tried]
+    answer = dataclasses.asdict(best.request) if best else None
+    _write(cfg, report, {"verdict": code, "answer": answer, "tried": tried})
+    return code
 
 
 # ---- what fits
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """The request that answers, or None, and the answer in words."""
 
     best: Tried | None
-    verdict: Verdict
     words: str
-
-    def as_json(self, search: Search) -> dict:
-        """Plain values, without the report."""
-        answer = dataclasses.asdict(self.best.request) if self.best else None
-        return {
-            "verdict": self.verdict.exit_code,
-            "answer": answer,
-            "tried": [one.as_json() for one in search.tried],
-        }
 
 
 def _judged(predicted: Callable[[StepConfig], Report], room: int, cfg: StepConfig) -> Found:
@@ -271,13 +262,13 @@ def _solved(cfg: StepConfig, search: Search) -> Answer:
     )
     if best is None:
         smallest = min(getattr(one.request, name) for one in search.tried)
-        return Answer(None, Verdict.NOTHING, f"not even --{name} {smallest} fits")
+        return Answer(None, f"not even --{name} {smallest} fits")
     limit = ""
     if bounds.low == bounds.most:
         few = bounds.most < MOST_TRIED
         limit = " (the model has no more positions)" if few else " (no more are tried)"
     words = f"the largest --{name} that fits: {bounds.low:,}{limit}{_segments(best)}"
-    return Answer(best, verdict(best, search.tried[0].fits), words)
+    return Answer(best, words)
 
 
 def _set(cfg: StepConfig, name: str, value: object) -> StepConfig:
@@ -318,12 +309,10 @@ def _advised(cfg: StepConfig, card: Card, search: Search) -> Answer:
     climbed = search.climb(cfg, list(_changes(cfg, card)))
     best = climbed.best
     if not best.fits:
-        words = "no change is enough: give --gpus, --seq or --vram"
-        return Answer(None, Verdict.NOTHING, words)
+        return Answer(None, "no change is enough: give --gpus, --seq or --vram")
     rows = ["fits after these changes:" if climbed.made else "fits as asked"]
     rows += [f"  {change.name}: {change.code}" for change in climbed.made]
-    words = "\n".join(rows) + _segments(best)
-    return Answer(best, verdict(best, not climbed.made), words)
+    return Answer(best, "\n".join(rows) + _segments(best))
 
 
 # ---- the command line and its files
@@ -405,18 +394,22 @@ def _worded_for_the_shell() -> Iterator[None]:
 
 def of_hugging_face(cfg: StepConfig, typed: Set[str]) -> Callable[[StepConfig], Report]:
     """What predicts a Hugging Face folder; `typed`: the flags of the command line."""
-    with hugging_face.ToldInOneLine(cfg.hf):
+    told = functools.partial(hugging_face.told_in_one_line, cfg.hf)
+    with told():
         reads_tokens = hugging_face.reads_tokens(cfg.hf)
     if not reads_tokens and ("seq" in typed or cfg.solve == "context"):
         asked = "--seq" if "seq" in typed else "--solve context"
         raise ValueError(f"{asked}: the model of {cfg.hf} reads no rows of tokens: drop it")
+    return functools.partial(_predicted, hugging_face.functions, told)
 
-    def predicted(cfg: StepConfig) -> Report:
-        with _worded_for_the_shell(), hugging_face.ToldInOneLine(cfg.hf):
-            build, step = hugging_face.functions(cfg)
-            return predict(build, step, cfg.target, cfg.fsdp, cfg.depth, cfg.answers())
 
-    return predicted
+def _predicted(make: Callable, told: Callable, cfg: StepConfig) -> Report:
+    """The report on build() and step(state), as make(cfg) gives them; inside told(), errors are
+    told in one line.
+    """
+    with _worded_for_the_shell(), told():
+        build, step = make(cfg)
+        return predict(build, step, cfg.target, cfg.fsdp, cfg.depth, cfg.answers())
 
 
 # ---- a file
@@ -434,14 +427,11 @@ def of_file(cfg: StepConfig, typed: Set[str]) -> Callable[[StepConfig], Report]:
     _check_arguments(cfg.step, "build()", build)
     _check_arguments(cfg.step, "step(state)", step, "state", **dict.fromkeys(sizes))
 
-    def predicted(cfg: StepConfig) -> Report:
+    def made(cfg: StepConfig) -> tuple[Callable, Callable]:
         given = {name: getattr(cfg, name) for name in sizes}
-        checked = functools.partial(_built, build, cfg.fsdp)
-        one_step = functools.partial(step, **given)
-        with _worded_for_the_shell(), users_file.ToldInOneLine():
-            return predict(checked, one_step, cfg.target, cfg.fsdp, cfg.depth, cfg.answers())
+        return functools.partial(_built, build, cfg.fsdp), functools.partial(step, **given)
 
-    return predicted
+    return functools.partial(_predicted, made, users_file.ToldInOneLine)
 
 
 def _check_arguments(words: str, call: str, function: Callable, *args: Any, **given: Any) -> None:

@@ -156,7 +156,7 @@ class _Unrolling:
         self.twins: dict[tuple[int, Name], int] = {}  # the other way round
         self._find_families()
 
-        self.new = Trace(config=old.config | {"layers": LAYERS + more})
+        self.new = Trace()
         self.ids: dict[tuple[int, int], int] = {}  # (storage, place) -> id in the new trace
         self.time = 0  # of the last event in the new trace
 

@@ -52,7 +52,6 @@ OF_HF = ("dtype", "autocast", "optimizer", "checkpointing")  # build() decides t
 SIZES = ("batch", "seq")
 AUTOCASTS = ("none", *spellings("bf16"))
 STANDARD_OUTPUT = "-"  # instead of a file, for --json without a name
-JSON = "file of every result; without a name, standard output, and all else goes to standard error"
 # how a refusal of footprint says that a value may be given
 GIVE_ANSWER = re.compile(r"answers=\{'([^']+)': \.\.\.\}")
 VERDICTS = {
@@ -70,7 +69,7 @@ MANY = 8  # ranks that --advise tries at most, unless --gpus says otherwise
 
 @dataclass(frozen=True)
 class CardFlags:
-    """The card that shall hold a step, and the questions about it."""
+    """The card that shall hold a step, the questions about it, and the files of the answers."""
 
     gpu: str = flag("", "name of the card that shall hold the step, such as H100", group="profiler")
     gpu_memory_gib: float = flag(
@@ -84,6 +83,16 @@ class CardFlags:
         "compute capability x 10 of the GPU, such as 86; 0: that of --gpu, or 80",
         at_least=0,
         at_most=999,
+        group="profiler",
+    )
+    html: str = flag(
+        "", "HTML file to write: the step's timeline and tables on one page", group="profiler"
+    )
+    json: str = flag(
+        "",
+        "file of every result; without a name, standard output, and all else goes to standard "
+        "error",
+        bare=STANDARD_OUTPUT,
         group="profiler",
     )
 
@@ -114,9 +123,7 @@ class StepConfig(CardFlags):
     hf: str = flag("", "Hugging Face folder whose config.json describes the model")
     device: str = flag("cuda", "device that is predicted", choices=("cpu", "cuda"))
     depth: int = flag(2, "of the module names that stages tell apart", at_least=1, at_most=99)
-    html: str = flag("", "HTML file to write: the step's timeline and tables on one page")
     svg: str = flag("", "SVG file to write: the timeline alone")
-    json: str = flag("", JSON, bare=STANDARD_OUTPUT)
     seq: int = flag(
         512, "tokens of a row; with --step the argument seq of step", at_least=1, at_most=MOST
     )

@@ -97,12 +97,6 @@ def largest_moments(trace: Trace) -> dict[Moment, Sizes]:
     return {moment: at_peak for moment, (_, at_peak) in found.items()}
 
 
-def layer_of(module: str) -> int | None:
-    """The layer that a module belongs to; None outside of the layers."""
-    found = re.match(r"layers\.(\d+)", module)
-    return int(found[1]) if found else None
-
-
 # ---- the trace
 
 
@@ -119,8 +113,8 @@ class Run(NamedTuple):
 
 def runs_of(trace: Trace) -> Iterator[Run]:
     """The runs of a trace that allocate or free, without what is alive before the step."""
-    marks = [(time, layer_of(module)) for time, module in trace.modules]
-    in_layers = [mark for mark in marks if mark[1] is not None]
+    marks = [(time, re.match(r"layers\.(\d+)", module)) for time, module in trace.modules]
+    in_layers = [(time, int(layer[1])) for time, layer in marks if layer]
     starts = [(0, -1), *first_of_each(in_layers)]
     times = [time for time, _ in starts] + [math.inf]
     layers = [layer for _, layer in starts]

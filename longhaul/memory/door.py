@@ -401,7 +401,7 @@ def _worded_for_the_shell() -> Iterator[None]:
 
 def of_hugging_face(cfg: StepConfig, typed: Set[str]) -> Callable[[StepConfig], Report]:
     """What predicts a Hugging Face folder; `typed`: the flags of the command line."""
-    told = functools.partial(hugging_face.told_in_one_line, cfg.hf)
+    told = functools.partial(hugging_face.ToldInOneLine, cfg.hf)
     with told():
         reads_tokens = hugging_face.reads_tokens(cfg.hf)
     if not reads_tokens and ("seq" in typed or cfg.solve == "context"):

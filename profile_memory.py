@@ -13,15 +13,15 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar
 
 import torch
 
-from base.flags import PRECISIONS, spellings
+from base.flags import PRECISIONS, RaisingParser, spellings
 from footprint import page
 from footprint.device import Demand, Placement
 from footprint.snapshot import write_snapshot
+from footprint.trace import Trace
 from longhaul import cli, dist
 from longhaul.analysis.config import Measures
 from longhaul.checkpoint import start
@@ -30,7 +30,7 @@ from longhaul.config import TrainConfig
 from longhaul.memory import advise, analysis, door, reconcile, report
 from longhaul.memory import solve as solver
 from longhaul.memory.analysis import Analysed
-from longhaul.memory.deep import Profile, profile
+from longhaul.memory.deep import profile
 from longhaul.memory.needs import largest
 from longhaul.memory.plan import host_available_bytes, on_ranks
 from longhaul.memory.search import Verdict, note_on_size
@@ -77,10 +77,6 @@ class Profiler(door.CardFlags):
         "file to write for PyTorch's memory visualiser: the step, or with --measure the real one",
         group="profiler",
     )
-    html: str = flag(
-        "", "HTML file to write: the step's timeline and tables on one page", group="profiler"
-    )
-    json: str = flag("", door.JSON, bare=door.STANDARD_OUTPUT, group="profiler")
     solve: str = flag(
         "none",
         "what to find: the longest context, the cheapest levers, or the fewest ranks that fit",
@@ -224,13 +220,10 @@ CONFIGS = {  # others have the flags of train.py
 
 def flags_of(words: Sequence[str]) -> type[Profiler]:
     """The flags that a command line may have, by its --task."""
-    chosen = "train"
-    for word, following in pairwise([*words, ""]):
-        if word == "--task":
-            chosen = following
-        elif word.startswith("--task="):
-            chosen = word.removeprefix("--task=")
-    return CONFIGS.get(chosen, ProfileConfig)
+    parser = RaisingParser(add_help=False)
+    parser.add_argument("--task", default="train")
+    known, _ = parser.parse_known_args(list(words))
+    return CONFIGS.get(known.task, ProfileConfig)
 
 
 def main(args: list[str] | None = None) -> int:
@@ -302,20 +295,23 @@ def predict(cfg: ProfileConfig) -> int:
 
     found = profile(training, cfg.nproc, target, full=cfg.measure)
     demand = Demand.of(found.trace, cfg.nproc) if target == "cuda" else None
+    plan = on_ranks(cfg.training(), cfg.nproc)
     tables = report.table(found, training, cfg.nproc, demand)
-    tables += f"\ntime: {report.run_time(cfg.training(), cfg.nproc, demand)}"
+    tables += f"\ntime: {plan.time()}"
     print(tables)
     result = report.machine_readable(found, training, cfg.nproc, demand)
 
-    if cfg.measure and target == "cuda":
-        result["measured"] = reconcile.measure_cuda(training, cfg.snapshot)
-    elif cfg.measure:
-        result["measured"] = reconcile.measure(training)
     if cfg.measure:
-        print(reconcile.table(found, result["measured"], demand))
+        if target == "cuda":
+            measured = reconcile.measure_cuda(training, cfg.snapshot)
+        else:
+            measured = reconcile.measure(training)
+        result["measured"] = measured
+        print(reconcile.table(found, measured, demand))
 
     if cfg.html:
-        write_page(cfg, found, demand, tables)
+        text = f"{tables}\ncommand: {plan.command()}"
+        write_page(cfg, found.trace, demand, text)
     if cfg.snapshot and not cfg.measure:
         write_snapshot(cfg.snapshot, found.trace)
     verdict = Verdict.FITS
@@ -330,18 +326,11 @@ def predict(cfg: ProfileConfig) -> int:
     return verdict.exit_code
 
 
-def write_page(
-    cfg: ProfileConfig,
-    found: Profile,
-    demand: Demand | None,
-    tables: str,
-):
+def write_page(cfg: ProfileConfig, trace: Trace, demand: Demand | None, text: str):
     """The step as an HTML page: its timeline, and what is printed."""
-    shell = on_ranks(cfg.training(), cfg.nproc).command()
     title = f"{cfg.model_size}, {cfg.batch_size} x {cfg.row_tokens:,} tokens"
     replays = (demand.classic, demand.expandable) if demand else None
-    rows = f"{tables}\ncommand: {shell}"
-    page.write(cfg.html, page.page(found.trace, title, rows, replays))
+    page.write(cfg.html, page.page(trace, title, text, replays))
 
 
 def check_measure(cfg: ProfileConfig, target: str):
@@ -401,9 +390,8 @@ def give_advice(cfg: ProfileConfig) -> int:
         asked = on_ranks(cfg.training(), cfg.gpus or 1)
     found = advise.advise(cfg.task, asked, cfg.card(), host_available_bytes() / GIB, say)
 
-    say(found.text())
     if cfg.json:
-        door.write_json(cfg.json, found.as_json())
+        door.write_json(cfg.json, found.as_json)
     return found.verdict.exit_code
 
 

@@ -6,24 +6,25 @@ import pytest
 
 from longhaul.memory import posttrain
 from longhaul.memory.needs import needs
-from longhaul.posttrain.config import GradeConfig, IntuitorConfig
+from longhaul.posttrain.config import GradeConfig
 from scripts import grade, intuitor
 
+QWEN = "Qwen2.5-1.5B"
 TEXT = (Path(__file__).parent.parent / "docs" / "LAB.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("tokens", [2048, 8192, 18_432, 131_072])
 def test_the_document_holds_what_whole_logits_take(tokens):
-    shape = posttrain.SHAPES["Qwen2.5-1.5B"]
-    logits = 4 * 64 * tokens * shape.vocab_size
-    whole = posttrain.with_whole_logits(shape, 64, tokens)
+    config = posttrain.of_shape(QWEN).model()
+    logits = 4 * 64 * tokens * config.vocab_size
+    whole = posttrain.with_whole_logits(config, 64, tokens)
     assert f"\n| {tokens:,} | {logits / 1e9:,.1f} | {whole / 1e9:,.1f} | " in TEXT
 
 
 @pytest.mark.slow
 def test_the_document_holds_the_last_figure_of_131072_tokens():
     """Not the other simulated figures, which the same function computes, for their time."""
-    profile = posttrain.of_longhaul(posttrain.SHAPES["Qwen2.5-1.5B"], 131_072, posttrain.GROUP)
+    profile = posttrain.of_longhaul(QWEN, 131_072, posttrain.GROUP)
     row = next(line for line in TEXT.splitlines() if line.startswith("| 131,072 |"))
     assert row.endswith(f"| {profile.peak / 1e9:,.1f} |")
 
@@ -50,17 +51,16 @@ def test_mixtures_over_a_cache_take_so_many_times_less_than_the_published_form(c
 
 
 def test_ppo_needs_the_logits_and_their_gradient():
-    shape = posttrain.SHAPES["Qwen2.5-1.5B"]
+    config = posttrain.of_shape(QWEN).model()
     logits = 4 * 64 * 4096 * 151_936
-    ppo = posttrain.with_whole_logits(shape, 64, 4096)
+    ppo = posttrain.with_whole_logits(config, 64, 4096)
     assert posttrain.reward(64, 4096) < 1e-4 * ppo
     assert 2 * logits < ppo < 2.3 * logits
 
 
 def test_the_shapes_are_those_of_qwen():
-    shape = posttrain.SHAPES["Qwen2.5-1.5B"]
-    parameters = IntuitorConfig(**shape.settings()).model().num_params()
-    assert parameters == pytest.approx(1_543_714_304, rel=1e-4)  # with its biases
+    config = posttrain.of_shape(QWEN).model()
+    assert config.num_params() == pytest.approx(1_543_714_304, rel=1e-4)  # with its biases
 
 
 def test_the_doors_print_the_tables(capsys):

@@ -317,12 +317,12 @@ def test_the_last_lever_allows_one_rank_per_row_and_the_one_before_two(monkeypat
         return planner.plan(cfg, cfg.model(), world, CUDA, available)
 
     def ranks_per_row(available: float) -> int:
-        return fit.fitted(planned(asked, available)).plan.cfg.context_parallel_size
+        return fit.fitted(planned(asked, available)).cfg.context_parallel_size
 
     alone = dataclasses.replace(fit.head_groups(asked), context_parallel_size=1)
     shared = dataclasses.replace(asked, context_parallel_size=2)
     least, more = (planned(cfg, 1e6).needed_gib for cfg in (alone, shared))
-    assert fit.fitted(planned(asked, 0.7 * least)).plan is None
+    assert fit.fitted(planned(asked, 0.7 * least)) is None
     assert ranks_per_row((least + more) / 2) == 1
     assert ranks_per_row(more + 0.1) == 2
 

@@ -118,7 +118,7 @@ def flops(cfg: TrainConfig) -> float:
 
 def fitted(cfg: TrainConfig, place: Place) -> planner.Plan | None:
     """The plan with the fewest levers that fit here."""
-    return fit.fitted(planner.plan(cfg, cfg.model(), World(), place.device)).plan
+    return fit.fitted(planner.plan(cfg, cfg.model(), World(), place.device))
 
 
 def longest(model: str, attention: str, place: Place) -> int:

@@ -11,14 +11,14 @@ before it fails. Sizes are bytes unless a name says GiB; GiB = 2^30 bytes.
 import dataclasses
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from base.flags import PRECISIONS
 from footprint.device import HALF_SINCE, Card
 from longhaul.memory import analysis, solve
 from longhaul.memory.analysis import Analysed
 from longhaul.memory.plan import Plan
-from longhaul.memory.search import Found, Lever, Say, Search, Tried, Verdict, verdict
+from longhaul.memory.search import Found, Lever, Say, Search, Verdict, placed
 from model import GIB
 
 Request = Plan | Analysed
@@ -32,9 +32,11 @@ VERDICTS = {
 def judged(card: Card, host_gib: float, asked: Request) -> Found:
     """What the request needs, and whether the card, or the host for one on the CPU, holds it."""
     gib = host_gib if str(asked.device) == "cpu" else card.gib
-    if isinstance(asked, Analysed):
-        return analysis.judged(gib, asked)
-    return solve.judged(int(gib * GIB), asked)
+    room = int(gib * GIB)
+    if isinstance(asked, Plan):
+        return solve.judged(room, asked)
+    found = analysis.planned(asked)
+    return placed(found.peaks[found.largest], int(found.gib * GIB), room)
 
 
 # ---- what to change
@@ -94,55 +96,17 @@ def on_cpu(asked: Request) -> Request:
 # ---- the answer
 
 
-@dataclass(frozen=True)
-class Advice:
-    """What was tried, and what fits; None if nothing does."""
+class Advice(NamedTuple):
+    """The verdict, and all that was found as plain values; sizes in bytes."""
 
-    task: str
-    card: Card
-    tried: list[Tried]
-    answer: Tried | None
-    breakdown: dict[str, int]  # of what is asked
-    notes: list[str]
-
-    @property
-    def verdict(self) -> Verdict:
-        return verdict(self.answer, self.answer is self.tried[0])
-
-    @property
-    def command(self) -> str:
-        """What to run; empty if nothing fits."""
-        if self.answer is None:
-            return ""
-        return self.answer.request.command(self.answer.found.placement)
-
-    def text(self) -> str:
-        """What was found, below the table of what was tried."""
-        rows = [f"note: {note}" for note in self.notes]
-        rows.append(f"verdict: {VERDICTS[self.verdict]}")
-        if self.answer and isinstance(self.answer.request, Plan):
-            rows.append(self.answer.request.costs())
-        if self.command:
-            rows.append(f"run: {self.command}")
-        return "\n".join(rows)
-
-    def as_json(self) -> dict:
-        """Plain values; sizes in bytes."""
-        return {
-            "task": self.task,
-            "gpu": dataclasses.asdict(self.card),
-            "code": self.verdict.exit_code,
-            "breakdown": self.breakdown,
-            "command": self.command,
-            "tried": [one.as_json() for one in self.tried],
-            "notes": self.notes,
-        }
+    verdict: Verdict
+    as_json: dict
 
 
 def advise(task: str, asked: Request, card: Card, host_gib: float, say: Say) -> Advice:
     """Add changes until the request fits; `host_gib` is what the last one, the CPU, may use."""
-    several = isinstance(asked, Plan) and asked.world.size > 1
-    cards = f"{asked.world.size} x " if several else ""
+    is_run = isinstance(asked, Plan)
+    cards = f"{asked.world.size} x " if is_run and asked.world.size > 1 else ""
     breakdown = asked.breakdown()
     say(f"{task}: {asked.words()}")
     say(f"on {cards}{card.name} ({card.gib:g} GiB, capability {card.cc / 10})")
@@ -151,13 +115,33 @@ def advise(task: str, asked: Request, card: Card, host_gib: float, say: Say) -> 
     say("changes, each added to those above it; GiB, predicted:")
 
     judge = functools.partial(judged, card, host_gib)
-    search = Search(judge, int(card.gib * GIB), say, with_costs=isinstance(asked, Plan))
+    search = Search(judge, int(card.gib * GIB), say, with_costs=is_run)
     say(search.head())
     best = search.climb(asked, list(ladder(asked, card))).best
     notes = _notes(asked, card)
-    if not best.fits and isinstance(asked, Plan):
+    if not best.fits and is_run:
         notes.append("--solve world_size --gpus 64 looks for how many such GPUs are enough")
-    return Advice(task, card, search.tried, best if best.fits else None, breakdown, notes)
+
+    for note in notes:
+        say(f"note: {note}")
+    verdict = search.verdict(best if best.fits else None)
+    say(f"verdict: {VERDICTS[verdict]}")
+    command = ""
+    if best.fits:
+        if is_run:
+            say(best.request.costs())
+        command = best.request.command(best.found.placement)
+        say(f"run: {command}")
+    found = {
+        "task": task,
+        "gpu": dataclasses.asdict(card),
+        "code": verdict.exit_code,
+        "breakdown": breakdown,
+        "command": command,
+        "tried": [one.as_json() for one in search.tried],
+        "notes": notes,
+    }
+    return Advice(verdict, found)
 
 
 def _notes(asked: Request, card: Card) -> list[str]:

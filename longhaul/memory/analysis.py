@@ -32,9 +32,9 @@ from longhaul.kinds import attention_kind
 from longhaul.memory.needs import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.plan import flag_of
 from longhaul.memory.platforms import predicting
-from longhaul.memory.search import Found, Lever, placed
+from longhaul.memory.search import Lever
 from longhaul.memory.workspace import Workspaces
-from model import GIB, Block, Decoder, ModelConfig
+from model import GIB, Decoder, ModelConfig
 
 FEWER, LAYERS = 3, 4  # layers of the simulations from which a deeper model's peak follows
 CHUNK = 4096  # tokens of a part, if rows shall pass in parts
@@ -58,18 +58,13 @@ class PeakTracker(Tracker):
             self.trace.storages.pop(identity, None)
 
     def _record(self, func, args, outputs) -> None:
-        if _on_meta(outputs):  # nothing is allocated
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        if any(tensor.is_meta for tensor in tensors):  # nothing is allocated
             return
         super()._record(func, args, outputs)
         for _, extra, _ in self.trace.workspaces:
             self.peak = max(self.peak, self.live + extra)
         self.trace.workspaces.clear()
-
-
-def _on_meta(outputs: object) -> bool:
-    """Whether an operator has made tensors on the meta device."""
-    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    return any(tensor.device.type == "meta" for tensor in tensors)
 
 
 @dataclass
@@ -164,12 +159,16 @@ class Analysed:
 
     def breakdown(self) -> dict[str, int]:
         """What the peak is made of; the sum is the live peak."""
-        weights = self.config.num_params() * self.config.dtype.itemsize
         found = planned(self)
         return {
-            "weights": weights,
-            f"highest part: {found.largest}": found.peaks[found.largest] - weights,
+            "weights": self.weights,
+            f"highest part: {found.largest}": found.peaks[found.largest] - self.weights,
         }
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the model."""
+        return self.config.num_params() * self.config.dtype.itemsize
 
     @property
     def last(self) -> int:
@@ -321,17 +320,9 @@ def peak(asked: Analysed, target: str, name: str) -> int:
     if name not in ENDS_EARLY:
         return _from_few_layers(asked, target, PARTS[name])
 
-    layers = asked.last + 1
-    first = dataclasses.replace(asked, config=dataclasses.replace(asked.config, num_layers=layers))
-    behind = asked.config.num_layers - layers
-    return _from_few_layers(first, target, PARTS[name]) + behind * layer_bytes(asked.config)
-
-
-def layer_bytes(config: ModelConfig) -> int:
-    """The parameters of a layer in the compute dtype."""
-    with torch.device("meta"):
-        block = Block(config, kernels.choose(config)).to(config.dtype)
-    return sum(parameter.nbytes for parameter in block.parameters())
+    first = dataclasses.replace(asked.config, num_layers=asked.last + 1)
+    read = dataclasses.replace(asked, config=first)
+    return _from_few_layers(read, target, PARTS[name]) + asked.weights - read.weights
 
 
 def _from_few_layers(asked: Analysed, target: str, part: Callable) -> int:
@@ -371,12 +362,7 @@ class Plan:
     def gib(self) -> float:
         """What the device must hold: live bytes, and what no tensor shows."""
         hidden = PROCESS_GIB if self.target == "cpu" else CUDA_CONTEXT_GIB
-        return self.least_gib + hidden
-
-    @property
-    def least_gib(self) -> float:
-        """Live bytes at the highest peak."""
-        return self.peaks[self.largest] / GIB
+        return self.peaks[self.largest] / GIB + hidden
 
     def table(self) -> str:
         """The peaks, a line each."""
@@ -412,33 +398,12 @@ def plan(
 ) -> Plan:
     """The plan of an analysis on "cpu" or "cuda". `longest` as in Analysed."""
     asked = Analysed(config, measures_of(cfg), cfg.batch_size, context_length, longest)
-    return Plan(peaks(asked, target), target)
+    return planned(dataclasses.replace(asked, device=target))
 
 
 def measures_of(cfg: Measures) -> Measures:
     """What is measured, without the other settings."""
     return Measures(**{spec.name: getattr(cfg, spec.name) for spec in dataclasses.fields(Measures)})
-
-
-# ---- what fits a card
-
-
-def spread(layers: int, count: int) -> list[int]:
-    """`count` layers from the first to the last, evenly."""
-    return sorted({round(index * (layers - 1) / max(count - 1, 1)) for index in range(count)})
-
-
-def with_layers(measures: Measures, config: ModelConfig, count: int) -> Measures:
-    """Only so many layers of those that were chosen."""
-    chosen = measures.chosen(config)
-    kept = [chosen[index] for index in spread(len(chosen), min(count, len(chosen)))]
-    return dataclasses.replace(measures, layers=",".join(str(layer) for layer in kept))
-
-
-def judged(gib: float, asked: Analysed) -> Found:
-    """What an analysis needs on a device of so many GiB."""
-    found = planned(asked)
-    return placed(found.peaks[found.largest], int(found.gib * GIB), int(gib * GIB))
 
 
 # ---- what may be changed
@@ -452,19 +417,17 @@ def in_parts(asked: Analysed) -> Analysed:
     return asked.measure(chunk=CHUNK)
 
 
-def without_sae(asked: Analysed) -> Analysed:
-    return asked.measure(skip_sae=True)
-
-
 def fewer_layers(asked: Analysed, count: int) -> Analysed:
-    measures = with_layers(asked.measures, asked.config, count)
-    return dataclasses.replace(asked, measures=measures)
+    """Only so many of the layers that are looked at, from the first to the last, evenly."""
+    chosen = asked.measures.chosen(asked.config)
+    kept = np.linspace(0, len(chosen) - 1, count).round().astype(int)
+    return asked.measure(layers=",".join(str(chosen[index]) for index in kept))
 
 
 def levers(asked: Analysed) -> Iterator[Lever]:
     """What is measured otherwise, and in the end of fewer layers, from the first to the last."""
     yield Lever(f"rows in parts of {CHUNK:,}", in_parts)
-    yield Lever("no sparse autoencoder (--skip-sae)", without_sae)
+    yield Lever("no sparse autoencoder (--skip-sae)", lambda asked: asked.measure(skip_sae=True))
     layers = len(asked.measures.chosen(asked.config))
     while layers > 1:
         layers //= 2

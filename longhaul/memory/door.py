@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,7 +43,6 @@ from longhaul.memory.search import (
     Tried,
     Verdict,
     note_on_size,
-    verdict,
 )
 from longhaul.memory.users_file import UsersFile
 from model import GIB
@@ -53,7 +52,6 @@ OF_HF = ("dtype", "autocast", "optimizer", "checkpointing")  # build() decides t
 SIZES = ("batch", "seq")
 AUTOCASTS = ("none", *spellings("bf16"))
 STANDARD_OUTPUT = "-"  # instead of a file, for --json without a name
-JSON = "file of every result; without a name, standard output, and all else goes to standard error"
 # how a refusal of footprint says that a value may be given
 GIVE_ANSWER = re.compile(r"answers=\{'([^']+)': \.\.\.\}")
 VERDICTS = {
@@ -71,7 +69,7 @@ MANY = 8  # ranks that --advise tries at most, unless --gpus says otherwise
 
 @dataclass(frozen=True)
 class CardFlags:
-    """The card that shall hold a step, and the questions about it."""
+    """The card that shall hold a step, the questions about it, and the files of the answers."""
 
     gpu: str = flag("", "name of the card that shall hold the step, such as H100", group="profiler")
     gpu_memory_gib: float = flag(
@@ -85,6 +83,16 @@ class CardFlags:
         "compute capability x 10 of the GPU, such as 86; 0: that of --gpu, or 80",
         at_least=0,
         at_most=999,
+        group="profiler",
+    )
+    html: str = flag(
+        "", "HTML file to write: the step's timeline and tables on one page", group="profiler"
+    )
+    json: str = flag(
+        "",
+        "file of every result; without a name, standard output, and all else goes to standard "
+        "error",
+        bare=STANDARD_OUTPUT,
         group="profiler",
     )
 
@@ -115,9 +123,7 @@ class StepConfig(CardFlags):
     hf: str = flag("", "Hugging Face folder whose config.json describes the model")
     device: str = flag("cuda", "device that is predicted", choices=("cpu", "cuda"))
     depth: int = flag(2, "of the module names that stages tell apart", at_least=1, at_most=99)
-    html: str = flag("", "HTML file to write: the step's timeline and tables on one page")
     svg: str = flag("", "SVG file to write: the timeline alone")
-    json: str = flag("", JSON, bare=STANDARD_OUTPUT)
     seq: int = flag(
         512, "tokens of a row; with --step the argument seq of step", at_least=1, at_most=MOST
     )
@@ -218,35 +224,27 @@ def _answer(cfg: StepConfig, typed: Mapping[str, Any], say: Say) -> int:
     search = Search(functools.partial(_judged, predicted, room), room, say)
     say(f"on {on.name} ({on.gib:g} GiB); all figures predicted, GiB")
     say(search.head())
-    found = _advised(cfg, on, search) if cfg.advise else _solved(cfg, search)
+    best, words = _advised(cfg, on, search) if cfg.advise else _solved(cfg, search)
     smallest = min(search.tried, key=lambda one: one.device)
-    report = (found.best or smallest).found.report
+    report = (best or smallest).found.report
     say(f"\n{report}\n")
-    say(found.words)
-    _warn(found.best.request if found.best else cfg, say)
-    _write(cfg, report, found.as_json(search))
-    return found.verdict.exit_code
+    say(words)
+    _warn(best.request if best else cfg, say)
+    code = search.verdict(best).exit_code
+    tried = [one.as_json() for one in search.tried]
+    answer = dataclasses.asdict(best.request) if best else None
+    _write(cfg, report, {"verdict": code, "answer": answer, "tried": tried})
+    return code
 
 
 # ---- what fits
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """The request that answers, or None, and the answer in words."""
 
     best: Tried | None
-    verdict: Verdict
     words: str
-
-    def as_json(self, search: Search) -> dict:
-        """Plain values, without the report."""
-        answer = dataclasses.asdict(self.best.request) if self.best else None
-        return {
-            "verdict": self.verdict.exit_code,
-            "answer": answer,
-            "tried": [one.as_json() for one in search.tried],
-        }
 
 
 def _judged(predicted: Callable[[StepConfig], Report], room: int, cfg: StepConfig) -> Found:
@@ -271,13 +269,13 @@ def _solved(cfg: StepConfig, search: Search) -> Answer:
     )
     if best is None:
         smallest = min(getattr(one.request, name) for one in search.tried)
-        return Answer(None, Verdict.NOTHING, f"not even --{name} {smallest} fits")
+        return Answer(None, f"not even --{name} {smallest} fits")
     limit = ""
     if bounds.low == bounds.most:
         few = bounds.most < MOST_TRIED
         limit = " (the model has no more positions)" if few else " (no more are tried)"
     words = f"the largest --{name} that fits: {bounds.low:,}{limit}{_segments(best)}"
-    return Answer(best, verdict(best, search.tried[0].fits), words)
+    return Answer(best, words)
 
 
 def _set(cfg: StepConfig, name: str, value: object) -> StepConfig:
@@ -318,12 +316,10 @@ def _advised(cfg: StepConfig, card: Card, search: Search) -> Answer:
     climbed = search.climb(cfg, list(_changes(cfg, card)))
     best = climbed.best
     if not best.fits:
-        words = "no change is enough: give --gpus, --seq or --vram"
-        return Answer(None, Verdict.NOTHING, words)
+        return Answer(None, "no change is enough: give --gpus, --seq or --vram")
     rows = ["fits after these changes:" if climbed.made else "fits as asked"]
     rows += [f"  {change.name}: {change.code}" for change in climbed.made]
-    words = "\n".join(rows) + _segments(best)
-    return Answer(best, verdict(best, not climbed.made), words)
+    return Answer(best, "\n".join(rows) + _segments(best))
 
 
 # ---- the command line and its files
@@ -405,18 +401,22 @@ def _worded_for_the_shell() -> Iterator[None]:
 
 def of_hugging_face(cfg: StepConfig, typed: Set[str]) -> Callable[[StepConfig], Report]:
     """What predicts a Hugging Face folder; `typed`: the flags of the command line."""
-    with hugging_face.ToldInOneLine(cfg.hf):
+    told = functools.partial(hugging_face.ToldInOneLine, cfg.hf)
+    with told():
         reads_tokens = hugging_face.reads_tokens(cfg.hf)
     if not reads_tokens and ("seq" in typed or cfg.solve == "context"):
         asked = "--seq" if "seq" in typed else "--solve context"
         raise ValueError(f"{asked}: the model of {cfg.hf} reads no rows of tokens: drop it")
+    return functools.partial(_predicted, hugging_face.functions, told)
 
-    def predicted(cfg: StepConfig) -> Report:
-        with _worded_for_the_shell(), hugging_face.ToldInOneLine(cfg.hf):
-            build, step = hugging_face.functions(cfg)
-            return predict(build, step, cfg.target, cfg.fsdp, cfg.depth, cfg.answers())
 
-    return predicted
+def _predicted(make: Callable, told: Callable, cfg: StepConfig) -> Report:
+    """The report on build() and step(state), as make(cfg) gives them; inside told(), errors are
+    told in one line.
+    """
+    with _worded_for_the_shell(), told():
+        build, step = make(cfg)
+        return predict(build, step, cfg.target, cfg.fsdp, cfg.depth, cfg.answers())
 
 
 # ---- a file
@@ -434,14 +434,11 @@ def of_file(cfg: StepConfig, typed: Set[str]) -> Callable[[StepConfig], Report]:
     _check_arguments(cfg.step, "build()", build)
     _check_arguments(cfg.step, "step(state)", step, "state", **dict.fromkeys(sizes))
 
-    def predicted(cfg: StepConfig) -> Report:
+    def made(cfg: StepConfig) -> tuple[Callable, Callable]:
         given = {name: getattr(cfg, name) for name in sizes}
-        checked = functools.partial(_built, build, cfg.fsdp)
-        one_step = functools.partial(step, **given)
-        with _worded_for_the_shell(), users_file.ToldInOneLine():
-            return predict(checked, one_step, cfg.target, cfg.fsdp, cfg.depth, cfg.answers())
+        return functools.partial(_built, build, cfg.fsdp), functools.partial(step, **given)
 
-    return predicted
+    return functools.partial(_predicted, made, users_file.ToldInOneLine)
 
 
 def _check_arguments(words: str, call: str, function: Callable, *args: Any, **given: Any) -> None:

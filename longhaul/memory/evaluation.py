@@ -6,7 +6,7 @@ are bytes unless a name says GiB; GiB = 2^30 bytes.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,22 +29,13 @@ CHUNKS = (4096, 1024)  # tokens of a part, tried in this order
 # ---- the peak
 
 
-def peak(
-    cfg: TrainConfig,
-    tokens: int,
-    *,
-    chunk: int = 0,
-    ranks: int = 1,
-    target: str = "cuda",
-    trained: bool = False,
-) -> int:
-    """Live bytes of one rank at the peak of scoring a row of `tokens` tokens, weights included.
+def peak(cfg: TrainConfig, tokens: int, **asked: Any) -> int:
+    """Live bytes of one rank at the peak of scoring a row of `tokens` tokens, weights included;
+    `asked` as for `simulate`.
 
     Every layer is like the others, so the peak is affine in their number.
     """
-    scored = functools.partial(
-        simulate, cfg, tokens, chunk=chunk, ranks=ranks, target=target, trained=trained
-    )
+    scored = functools.partial(simulate, cfg, tokens, **asked)
     layers = cfg.model().num_layers
     if layers <= LAYERS:
         return scored().peak()[0]
@@ -73,10 +64,7 @@ def simulate(
     with on_fake_tensors(cfg, ranks, target, layers, every_tile) as (tracker, state):
         if trained:
             step.train_step(state, fake_batch(cfg, ranks))
-        trace = trace_score(tracker, state, tokens, chunk)
-    num_layers = state.model.config.num_layers
-    trace.config = dict(vars(cfg), ranks=ranks, target=target, layers=num_layers, chunk=chunk)
-    return trace
+        return trace_score(tracker, state, tokens, chunk)
 
 
 def trace_score(tracker: Tracker, state: step.TrainState, tokens: int, chunk: int) -> Trace:

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from data.mixture import open_corpora
 from data.progress import duration
@@ -23,7 +23,7 @@ from longhaul.config import TrainConfig
 from longhaul.kernels import loss_path
 from longhaul.kinds import attention_kind
 from longhaul.memory.plan import Plan, cost_words, plan
-from longhaul.memory.search import Found, Lever, Search, Verdict, pulled
+from longhaul.memory.search import Found, Lever, Search, pulled
 from longhaul.memory.stages import ROLLOUT
 from longhaul.posttrain.config import IntuitorConfig, PolicyConfig
 from model import GIB, PRESETS, ModelConfig
@@ -129,36 +129,18 @@ LEVERS = (
 # ---- what fits
 
 
-class Fit(NamedTuple):
-    """The verdict on a request, and the plan that fits; no plan if nothing does."""
-
-    verdict: Verdict
-    plan: Plan | None
-
-
-def fitted(request: Plan) -> Fit:
-    """The request itself if it fits, else with the fewest levers that make it fit."""
-    if request.fits:
-        return Fit(Verdict.FITS, request)
+def fitted(request: Plan) -> Plan | None:
+    """The request itself if it fits, else with the fewest levers that make it fit; None if nothing
+    does.
+    """
 
     def judged(cfg: TrainConfig) -> Found:
-        return _placed(replanned(request, cfg))
+        one = replanned(request, cfg)
+        placement = Placement.FITS if one.fits else Placement.TOO_SMALL
+        return Found(one.peak, int(one.needed_gib * GIB), placement, report=one)
 
-    search = Search(judged, int(request.available_gib * GIB), say=_silent)
-    best = search.climb(request.asked, LEVERS).best
-    if best.fits:
-        return Fit(Verdict.AFTER_CHANGES, best.found.report)
-    return Fit(Verdict.NOTHING, None)
-
-
-def _silent(line: str) -> None:
-    """Shows nothing."""
-
-
-def _placed(one: Plan) -> Found:
-    """What a plan needs, and whether it fits."""
-    placement = Placement.FITS if one.fits else Placement.TOO_SMALL
-    return Found(one.peak, int(one.needed_gib * GIB), placement, one.needs.host, report=one)
+    best = Search(judged, int(request.available_gib * GIB)).climb(request.asked, LEVERS).best
+    return best.found.report if best.fits else None
 
 
 def replanned(request: Plan, cfg: TrainConfig) -> Plan:

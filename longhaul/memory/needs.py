@@ -241,16 +241,13 @@ def at_least(cfg: TrainConfig, ranks: int = 1) -> int:
     config = cfg.model()
     weight = config.dtype.itemsize if cfg.weights_in_compute_dtype else FP32
     if isinstance(cfg, PolicyConfig):
-        size = weight * (1 + cfg.needs_reference + _has_own_reward(cfg))
+        # a reward model that is not named has the policy's shape
+        own_reward = isinstance(cfg, GradeConfig) and not cfg.reward_checkpoint
+        size = weight * (1 + cfg.needs_reference + own_reward)
     else:
         moments = 2 * FP32 if cfg.optimizer == "adamw" and cfg.master_weights != "host" else 0
         size = weight + moments + (0 if cfg.optimizer_in_backward else weight)
     return size * config.num_params() // (ranks // cfg.dp_replicate)
-
-
-def _has_own_reward(cfg: PolicyConfig) -> bool:
-    """Whether there is a reward model of the policy's shape."""
-    return isinstance(cfg, GradeConfig) and not cfg.reward_checkpoint
 
 
 # ---- kinds of steps

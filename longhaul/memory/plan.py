@@ -338,9 +338,8 @@ def plan(
     if cfg.length_schedule:
         return _worst_stage(cfg, world, device, available)
 
-    candidates = []
-    for size in _ranks_per_row(cfg, world):
-        candidates.append(_with_ranks_per_row(size, cfg, config, world, device, available))
+    request = Plan(cfg, cfg, config, world, device, available)
+    candidates = [_with_ranks_per_row(request, size) for size in _ranks_per_row(cfg, world)]
     chosen = _fewest_ranks_per_row(candidates)
 
     if device.type == "cuda":
@@ -403,21 +402,14 @@ def _allowed(cfg: TrainConfig, size: int) -> bool:
     return True
 
 
-def _with_ranks_per_row(
-    size: int,
-    cfg: TrainConfig,
-    config: ModelConfig,
-    world: World,
-    device: torch.device,
-    available: float,
-) -> Plan:
+def _with_ranks_per_row(request: Plan, size: int) -> Plan:
     """The plan if `size` ranks share each row."""
-    run = dataclasses.replace(cfg, context_parallel_size=size)
+    run = dataclasses.replace(request.cfg, context_parallel_size=size)
     sharing = ""
     if size > 1:
-        mode, why = run.context_choice(config)
+        mode, why = run.context_choice(request.config)
         sharing = f"{size} ranks share each row by {mode} ({why})"
-    return Plan(cfg, run, config, world, device, available, sharing)
+    return dataclasses.replace(request, cfg=run, sharing=sharing)
 
 
 def _fewest_ranks_per_row(plans: list[Plan]) -> Plan:

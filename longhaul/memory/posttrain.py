@@ -7,11 +7,11 @@ own step needs, which is simulated: the real step on fake tensors. GB = 10^9 byt
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from base.flags import RaisingParser
 from longhaul.memory.deep import Profile, profile
 from longhaul.posttrain.config import IntuitorConfig
+from model import ModelConfig
 
 # bytes of an element
 BF16 = 2
@@ -33,36 +33,22 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 # ---- shapes
 
-
-@dataclass(frozen=True)
-class Shape:
-    """A model as plain numbers, by which memory goes; no weights are read."""
-
-    name: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
-
-    def settings(self) -> dict:
-        """The settings of longhaul that make a model of this shape."""
-        sizes = vars(self) | {"tie_embeddings": True}
-        del sizes["name"], sizes["vocab_size"]
-        overrides = tuple(f"{name}={value}" for name, value in sizes.items())
-        return dict(model_size="4B", vocab_size=self.vocab_size, model_overrides=overrides)
-
-
+# sizes of models by which memory goes; no weights are read
+SIZES = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size")
 SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("Qwen2.5-0.5B", 151_936, 896, 24, 14, 2, 64, 4864),
-        Shape("Qwen2.5-1.5B", 151_936, 1536, 28, 12, 2, 128, 8960),
-        Shape("Qwen2.5-3B", 151_936, 2048, 36, 16, 2, 128, 11_008),
-    )
+    "Qwen2.5-0.5B": (896, 24, 14, 2, 64, 4864),
+    "Qwen2.5-1.5B": (1536, 28, 12, 2, 128, 8960),
+    "Qwen2.5-3B": (2048, 36, 16, 2, 128, 11_008),
 }
+
+
+def of_shape(name: str, **settings) -> IntuitorConfig:
+    """The settings of longhaul that train a model of that shape, with the vocabulary and the tied
+    embeddings of the 4B.
+    """
+    sizes = zip(SIZES, SHAPES[name], strict=True)
+    overrides = tuple(f"{size}={value}" for size, value in sizes)
+    return IntuitorConfig(model_size="4B", model_overrides=overrides, **settings)
 
 
 # ---- Intuitor and PPO
@@ -87,15 +73,16 @@ def memory_table(words: Sequence[str]) -> str:
         raise ValueError(
             f"--batch {given.batch} responses are not whole groups: give a multiple of {GROUP}"
         )
-    return intuitor_table(SHAPES[given.model], given.batch, [int(length) for length in lengths])
+    return intuitor_table(given.model, given.batch, [int(length) for length in lengths])
 
 
-def intuitor_table(shape: Shape, batch: int, lengths: Sequence[int]) -> str:
+def intuitor_table(shape: str, batch: int, lengths: Sequence[int]) -> str:
     """Rows of `batch` responses with their prompts, of so many tokens each."""
+    config = of_shape(shape).model()
     rows = []
     for tokens in lengths:
-        logits = FP32 * batch * tokens * shape.vocab_size
-        ppo = with_whole_logits(shape, batch, tokens)
+        logits = FP32 * batch * tokens * config.vocab_size
+        ppo = with_whole_logits(config, batch, tokens)
         figures = [f"{size / 1e9:,.1f}" for size in (logits, ppo, ppo + reward(batch, tokens))]
         at_once, by_group = of_longhaul(shape, tokens, batch), of_longhaul(shape, tokens, GROUP)
         rows.append([f"{tokens:,}", *figures, in_gb(at_once), in_gb(by_group)])
@@ -111,15 +98,14 @@ def intuitor_table(shape: Shape, batch: int, lengths: Sequence[int]) -> str:
     return table(head, rows)
 
 
-def with_whole_logits(shape: Shape, batch: int, tokens: int) -> int:
+def with_whole_logits(config: ModelConfig, batch: int, tokens: int) -> int:
     """Bytes of a policy update that makes whole logits: 8 bytes for each parameter (weight,
     gradient and two moments in bf16), the inputs of all layers (checkpointing), and the
     fp32 logits with their gradient.
     """
-    config = IntuitorConfig(**shape.settings()).model()
     states = 4 * BF16 * config.num_params()
-    inputs = BF16 * shape.num_layers * batch * tokens * shape.hidden_size
-    logits = FP32 * batch * tokens * shape.vocab_size
+    inputs = BF16 * config.num_layers * batch * tokens * config.hidden_size
+    logits = FP32 * batch * tokens * config.vocab_size
     return states + inputs + 2 * logits
 
 
@@ -131,13 +117,13 @@ def reward(batch: int, tokens: int) -> int:
 
 
 @functools.cache
-def of_longhaul(shape: Shape, tokens: int, responses: int) -> Profile:
+def of_longhaul(shape: str, tokens: int, responses: int) -> Profile:
     """The profile of longhaul's own step: micro-batches of so many responses in groups of eight,
     the exact KL, bf16 activations, fp32 weights, gradients, moments and reference.
     """
     prompt = min(LONGEST_PROMPT, tokens // SHARE)
-    cfg = IntuitorConfig(
-        **shape.settings(),
+    cfg = of_shape(
+        shape,
         context_length=tokens,
         max_response_length=tokens - prompt,
         group_size=GROUP,

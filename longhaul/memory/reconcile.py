@@ -9,12 +9,12 @@ import collections
 import torch
 
 from footprint.device import Demand, waterfall
-from footprint.measure import peak_bytes
+from footprint.measure import peak_of_last
 from footprint.trace import Trace
 from footprint.tracker import Tracker
 from longhaul import step
 from longhaul.config import TrainConfig
-from longhaul.memory.batches import CPU, row_batch, tensors_of
+from longhaul.memory.batches import row_batch, tensors_of
 from longhaul.memory.deep import Profile
 from longhaul.memory.rehearsal import rehearsal
 from longhaul.memory.simulate import trace_real_run
@@ -42,28 +42,20 @@ def measure(cfg: TrainConfig) -> dict:
 
 
 def allocator_peak(cfg: TrainConfig) -> int:
-    """Bytes at the peak of the second step: what stays between steps, and what the allocator
-    recorded on top.
+    """Bytes at the peak of the second of two steps: what the allocator recorded, and the rows,
+    which are numpy's.
     """
-    state = step.build(cfg, cfg.model(), "cpu")
     more = rehearsal(cfg, ranks=1, every=True)
-    more.skeletons(cfg.model(), None)
-    more.begin(Tracker(), state)
-    resident = [*tensors_of(more.rows)]
-    step.train_step(state, more.batch())
 
-    for values in state.optimizer.state.values():
-        resident += values.values()
-    for model in (state.model, *more.frozen.values()):
-        tables = (model.rotary.cos, model.rotary.sin)  # none if no row was without positions
-        resident += [*model.parameters(), *(table for table in tables if table is not None)]
-    storages = [tensor.untyped_storage() for tensor in resident]
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}  # a tied weight once
-
-    def second_step():
+    def first_step() -> step.TrainState:
+        state = step.build(cfg, cfg.model(), "cpu")
+        more.skeletons(cfg.model(), None)
+        more.begin(Tracker(), state)
         step.train_step(state, more.batch())
+        return state
 
-    return sum(sizes.values()) + peak_bytes(second_step, CPU)
+    recorded = peak_of_last(first_step, lambda state: step.train_step(state, more.batch()))
+    return recorded + sum(tensor.nbytes for tensor in tensors_of(more.rows))
 
 
 def _count_storages(trace: Trace) -> dict[str, int]:

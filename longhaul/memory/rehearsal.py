@@ -155,12 +155,12 @@ class Intuitor(Policy):
         """The first and the last forward of the responses of training and of validation."""
         config = self.state.model.config
         sampling = self.cfg.sampling(eod_id=0, vocab_size=config.vocab_size)
-        own = self.cfg.rows_per_step(self.ranks) // self.ranks
-        rollout.rehearse(self.state.model, self._prompts(own), sampling, self._name_cache)
+        asked = [(self.cfg.rows_per_step(self.ranks), sampling)]
         if self.cfg.eval_every:
-            asked = self.cfg.validation_sampling(sampling)
-            own = -(-self.cfg.eval_rows // self.ranks)
-            rollout.rehearse(self.state.model, self._prompts(own), asked, self._name_cache)
+            asked.append((self.cfg.eval_rows, self.cfg.validation_sampling(sampling)))
+        for rows, one in asked:
+            own = -(-rows // self.ranks)
+            rollout.rehearse(self.state.model, self._prompts(own), one, self._name_cache)
 
     def _prompts(self, number: int) -> list[Prompt]:
         """The prompts that are answered first, of so many."""

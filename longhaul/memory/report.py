@@ -11,7 +11,6 @@ from footprint.device import Demand
 from footprint.tables import device_rows, stage_rows, tensor_rows, waterfalls
 from footprint.timeline import alike
 from longhaul.config import TrainConfig
-from longhaul.flops import run_words, step_seconds, warm_up_seconds
 from longhaul.memory.deep import Profile
 from longhaul.memory.needs import PROCESS_GIB
 from longhaul.posttrain.config import PolicyConfig
@@ -56,13 +55,6 @@ def _title(cfg: TrainConfig, ranks: int, demand: Demand | None) -> str:
         f"{cfg.attention_type} attention, {cfg.dtype}, "
         f"checkpointing {cfg.gradient_checkpointing}, loss {loss}; live GiB"
     )
-
-
-def run_time(cfg: TrainConfig, ranks: int, demand: Demand | None) -> str:
-    """How long a step and the run take, in words."""
-    device = "cpu" if demand is None else "cuda"
-    times = (count(cfg, cfg.model(), ranks, device) for count in (step_seconds, warm_up_seconds))
-    return run_words(cfg, *times, device)
 
 
 # ---- for --json

@@ -26,6 +26,10 @@ FARTHEST = 64  # times the largest size so far is what is tried next
 Say = Callable[[str], object]  # shows a line as soon as it is known
 
 
+def silent(line: str) -> None:
+    """Shows nothing."""
+
+
 class Verdict(enum.Enum):
     """The answer to a request; its value is the exit code of the program."""
 
@@ -115,14 +119,6 @@ class Tried(NamedTuple):
         }
 
 
-def verdict(best: Tried | None, unchanged: bool) -> Verdict:
-    """The verdict of the best candidate; `unchanged`: it is the request as asked."""
-    if best is None:
-        return Verdict.NOTHING
-    fits = unchanged and best.found.placement is Placement.FITS
-    return Verdict.FITS if fits else Verdict.AFTER_CHANGES
-
-
 @dataclass(frozen=True)
 class Climbed:
     """Where `Search.climb` has ended, and the levers that led there."""
@@ -138,7 +134,11 @@ class Search:
     """
 
     def __init__(
-        self, judge: Callable[[Any], Found], room: int, say: Say, with_costs: bool = False
+        self,
+        judge: Callable[[Any], Found],
+        room: int,
+        say: Say = silent,
+        with_costs: bool = False,
     ):
         self.judge = judge
         self.room = room
@@ -168,6 +168,13 @@ class Search:
 
     def _is_gain(self, one: Tried, than: Tried) -> bool:
         return one.fits or one.device < than.device
+
+    def verdict(self, best: Tried | None) -> Verdict:
+        """The verdict on what was tried first, as asked; `best` is what answers it."""
+        if best is None:
+            return Verdict.NOTHING
+        fits = self.tried[0].fits and best.found.placement is Placement.FITS
+        return Verdict.FITS if fits else Verdict.AFTER_CHANGES
 
     def first(self, requests: Iterable[tuple[str, Any]]) -> Tried | None:
         """The first of (name, request) that fits."""

@@ -57,10 +57,7 @@ def simulate(
     more = rehearsal(cfg, ranks, every_tile, tokens)
     with on_fake_tensors(cfg, ranks, target, layers, every_tile, more) as (tracker, state):
         from_zeros = _is_plain(cfg, ranks)
-        trace = trace_second_step(tracker, state, more.batch, more.frozen, from_zeros)
-    num_layers = state.model.config.num_layers
-    trace.config = dict(vars(cfg), ranks=ranks, target=target, layers=num_layers)
-    return trace
+        return trace_second_step(tracker, state, more.batch, more.frozen, from_zeros)
 
 
 @contextlib.contextmanager
@@ -109,10 +106,7 @@ def trace_real_run(cfg: TrainConfig, world: dist.World = step.ONE_PROCESS) -> Tr
     with tracker:
         state = step.build(cfg, cfg.model(), "cpu", world, mesh)
         more.begin(tracker, state)
-        trace = trace_second_step(tracker, state, more.batch, more.frozen)
-    layers = state.model.config.num_layers
-    trace.config = dict(vars(cfg), ranks=world.size, target="cpu", layers=layers)
-    return trace
+        return trace_second_step(tracker, state, more.batch, more.frozen)
 
 
 def trace_second_step(

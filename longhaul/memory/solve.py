@@ -29,7 +29,7 @@ from longhaul.memory.search import (
     Verdict,
     placed,
     pulled,
-    verdict,
+    silent,
 )
 from longhaul.memory.simulate import MOST_TOKENS
 from longhaul.posttrain.config import PolicyConfig
@@ -64,9 +64,7 @@ def judged(room: int, run: Plan) -> Found:
     )
 
 
-def solve(
-    cfg: TrainConfig, what: str, gpu_gib: float, gpus: int, say: Say = lambda line: None
-) -> Answer:
+def solve(cfg: TrainConfig, what: str, gpu_gib: float, gpus: int, say: Say = silent) -> Answer:
     """The candidates and the command of the best one; `what` is a choice of --solve."""
     lines: list[str] = []
 
@@ -86,10 +84,9 @@ def solve(
         said("nothing fits")
         return Answer("\n".join(lines), Verdict.NOTHING)
     propose(best, said)
-    # the first that is tried is as asked, and the longest context is always another one
-    plain = search.tried[0] if what == "context" else best
-    unchanged = what == "context" or best.request == asked
-    return Answer("\n".join(lines), verdict(plain, unchanged))
+    # of contexts the one as asked counts: the longest is always another one
+    answer = search.tried[0] if what == "context" else best
+    return Answer("\n".join(lines), search.verdict(answer))
 
 
 def propose(best: Tried, say: Say) -> None:
@@ -140,9 +137,12 @@ def sharing(cfg: TrainConfig, ranks: int) -> Plan:
 
 
 def worlds(cfg: TrainConfig, gpus: int) -> list[int]:
-    """Numbers of ranks to try: multiples of the ranks that hold one batch."""
+    """Numbers of ranks to try: of 1, 2, 4, ... and `gpus` the multiples of the ranks that hold one
+    batch.
+    """
     least = cfg.dp_replicate * cfg.context_ranks
-    found = [ranks for ranks in powers(gpus) if ranks % least == 0]
+    numbers = {gpus} | {1 << power for power in range(gpus.bit_length())}
+    found = [ranks for ranks in sorted(numbers) if ranks % least == 0]
     if not found:
         raise ValueError(
             f"--gpus {gpus} is too few: --dp_replicate {cfg.dp_replicate} and "
@@ -150,16 +150,6 @@ def worlds(cfg: TrainConfig, gpus: int) -> list[int]:
             f"use --gpus {least}, or drop these flags"
         )
     return found
-
-
-def powers(gpus: int) -> list[int]:
-    """1, 2, 4, ... and `gpus` itself."""
-    numbers = {gpus}
-    power = 1
-    while power < gpus:
-        numbers.add(power)
-        power *= 2
-    return sorted(numbers)
 
 
 # ---- the cheapest levers

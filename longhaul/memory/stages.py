@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 
@@ -38,15 +37,6 @@ PARTS = {
 }
 
 
-class Listener(Protocol):
-    """Knows the stage and the module that run."""
-
-    stage: str
-    module: str
-
-    def enter(self, stage: str, module: str = "") -> None: ...
-
-
 class StagePeaks:
     """A listener that asks read() for the peak whenever a stage ends, and keeps the largest answer
     of each stage.
@@ -70,6 +60,8 @@ class StagePeaks:
 
 
 # ---- hooks
+
+Listener = Tracker | StagePeaks  # knows the stage and the module that run
 
 
 def in_backward() -> bool:

@@ -143,7 +143,7 @@ def report(plan: planner.Plan, watch: Watch, error: BaseException) -> str:
 
     available = min(plan.available_gib, plan.needed_gib - max(size, 1) / GIB)
     short = dataclasses.replace(plan, available_gib=available)
-    nearest = fit.fitted(short).plan or fit.closest(short)
+    nearest = fit.fitted(short) or fit.closest(short)
     if nearest is None:
         rows.append("nothing of longhaul fits here")
     else:

@@ -161,7 +161,7 @@ def fitting(plan: planner.Plan) -> planner.Plan:
     # if a flag of the run in this folder was forgotten, that is what should be said
     resume.check_folder(plan.cfg)
 
-    fitted = fit.fitted(plan).plan if plan.cfg.fit == "auto" else None
+    fitted = fit.fitted(plan) if plan.cfg.fit == "auto" else None
     if fitted is not None:
         command = planner.command(fitted.asked, plan.world, fitted.shutdown_timeout)
         print(f"--fit auto: {plan.shortage()}; training\n{command}", flush=True)

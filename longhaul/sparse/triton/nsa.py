@@ -50,7 +50,6 @@ from longhaul.sparse.triton.tiles import (
     ceil_div,
     count_to,
     launch,
-    padded,
     require,
     shared_memory,
     tile_sizes,
@@ -82,7 +81,6 @@ class Call:
         self.cfg = cfg
         self.tile = tile_sizes(self.K, q_BTHK.element_size(), shared_memory(q_BTHK.device))
         self.rows = max(self.tile.rows, self.MP)
-        self.head_dim = {"K": self.K, "KP": padded(self.K)}
 
         documents = sparse_documents(cu_seqlens, T, N, self.cfg) * B
         self.tokens = [tokens.stop - tokens.start for tokens, _ in documents]
@@ -173,7 +171,7 @@ class Call:
             G=unfolded_ZhK.shape[1] // self.M,
             STRIDE=self.cfg.cmp_stride,
             M=self.M,
-            **self.head_dim,
+            K=self.K,
             R=ROWS,
             FOLD=fold,
         )
@@ -249,6 +247,7 @@ def choose(
     width = triton.next_power_of_2(columns)
     at_once = min(queries, max(1, CHOICE_NUMBERS // width))
     chosen = {
+        "BLOCK": cfg.sel_block,
         "COUNT": cfg.sel_count,
         "INIT": cfg.sel_init,
         "LOCAL": cfg.sel_local,
@@ -274,14 +273,11 @@ def choose(
                     H=call.H,
                     N=lse_cmp.shape[1],
                     M=call.M,
-                    MP=call.MP,
-                    **call.head_dim,
+                    K=call.K,
                     R=call.rows,
                     JB=call.tile.blocks,
                     STRIDE=cfg.cmp_stride,
                     SPAN=cfg.cmp_block,
-                    PER=cfg.per,
-                    SPREAD=cfg.spread,
                     WEIGHTS=stride_weights(cfg),
                     **shared,
                 )
@@ -292,8 +288,6 @@ def choose(
                 PARTS=queries // at_once,
                 Q=at_once,
                 JP=width,
-                BLOCK=cfg.sel_block,
-                CP=triton.next_power_of_2(cfg.sel_count),
                 **shared,
             )
 
@@ -335,7 +329,7 @@ def forward(
                 rows=o_win.shape[0] * o_win.shape[1],
                 H=call.H,
                 heads=o_win.shape[1],
-                **call.head_dim,
+                K=call.K,
                 R=ROWS,
             )
 
@@ -381,7 +375,7 @@ def group_backward(
     of_rows = group.queries(saved.lse_slc), dgate_slc * gate_slc
     rows = (do.shape[0], -1)  # of the batch
     dq, dk, dv = blocks.backward(
-        *(x.unflatten(0, rows).contiguous() for x in (*selected, *of_rows)),
+        *(x.unflatten(0, rows) for x in (*selected, *of_rows)),
         cu_seqlens,
         call.cfg.sel_block,
     )

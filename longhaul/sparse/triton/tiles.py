@@ -30,36 +30,36 @@ REMEDY = 'use PyTorch\'s operators, --kernels torch or kernels="torch"'
 # ---- helpers of kernels
 
 
+@triton.constexpr_function
+def padded(size):
+    """The next power of two, at least 16."""
+    return max(16, triton.next_power_of_2(size))
+
+
 @triton.jit
-def row_mask(valid, K: tl.constexpr, KP: tl.constexpr):
-    """[rows, KP]: valid rows, without the columns past K."""
+def row_numbers(row, valid, K: tl.constexpr):
+    """Where the numbers [rows, KP] of a tensor [..., K] are, and which of them exist: those of
+    valid rows, without the columns past K.
+    """
+    k = tl.arange(0, padded(K))
     mask = valid[:, None]
-    if K != KP:
-        k = tl.arange(0, KP)
+    if K != padded(K):
         mask = mask & (k < K)[None, :]
-    return mask
+    return row[:, None] * K + k[None, :], mask
 
 
 @triton.jit
-def load_rows(ptr, row, valid, K: tl.constexpr, KP: tl.constexpr):
+def load_rows(ptr, row, valid, K: tl.constexpr):
     """[rows, KP] of a tensor [..., K]; invalid rows and columns past K are 0."""
-    k = tl.arange(0, KP)
-    return tl.load(
-        ptr + row[:, None] * K + k[None, :],
-        mask=row_mask(valid, K, KP),
-        other=0.0,
-    )
+    number, mask = row_numbers(row, valid, K)
+    return tl.load(ptr + number, mask=mask, other=0.0)
 
 
 @triton.jit
-def store_rows(ptr, row, valid, x, K: tl.constexpr, KP: tl.constexpr):
+def store_rows(ptr, row, valid, x, K: tl.constexpr):
     """Stores the valid rows of x [rows, KP] in the dtype of the tensor."""
-    k = tl.arange(0, KP)
-    tl.store(
-        ptr + row[:, None] * K + k[None, :],
-        x.to(ptr.dtype.element_ty),
-        mask=row_mask(valid, K, KP),
-    )
+    number, mask = row_numbers(row, valid, K)
+    tl.store(ptr + number, x.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -117,11 +117,6 @@ def tile_sizes(K: int, itemsize: int, shared: int) -> TileSizes:
         key_rows=128,
         blocks=64,
     )
-
-
-def padded(size: int) -> int:
-    """The next power of two, at least 16."""
-    return max(16, triton.next_power_of_2(size))
 
 
 def supported(dtype: torch.dtype, device: torch.device) -> bool:

@@ -23,8 +23,8 @@ from longhaul.sparse.choose import best_blocks, choose_blocks, hide_others, writ
 from longhaul.sparse.engine import in_blocks
 from longhaul.sparse.index_loss import block_masses, block_scores, index_loss
 from longhaul.sparse.layer import SelectedAttention, SelectedCache, attend_chosen
-from longhaul.sparse.nsa.branches import Buffers
 from longhaul.sparse.selectors.exact import Exact
+from longhaul.sparse.tiles import Buffers
 from model import (
     Attention,
     Decoder,

@@ -40,6 +40,7 @@ from longhaul.sparse.triton.kernels import (
 from longhaul.sparse.triton.tiles import (
     ceil_div,
     count_to,
+    cut_documents,
     launch,
     padded,
     shared_memory,
@@ -76,12 +77,7 @@ def lay_out(
     queries_D = torch.tensor([queries.stop - queries.start for queries, _ in ranges])
     keys = [keys.stop - keys.start for _, keys in ranges]
     keys_D = torch.tensor(keys)
-    blocks_D = (keys_D + (block - 1)) // block
-    first_D = blocks_D.cumsum(0) - blocks_D
-
-    J = sum(ceil_div(count, block) for count in keys)
-    document_J = torch.arange(len(keys)).repeat_interleave(blocks_D, output_size=J)
-    done_J = (torch.arange(J) - first_D[document_J]) * block
+    document_J, done_J, first_D = cut_documents(keys, block)
     start_J = (keys_D.cumsum(0) - keys_D)[document_J] + done_J
     count_J = (keys_D[document_J] - done_J).clamp(max=block)
 

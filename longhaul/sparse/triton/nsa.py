@@ -49,6 +49,7 @@ from longhaul.sparse.triton.nsa_kernels import (
 from longhaul.sparse.triton.tiles import (
     ceil_div,
     count_to,
+    cut_documents,
     launch,
     require,
     shared_memory,
@@ -103,10 +104,7 @@ class Call:
         """int32 [tiles, 4] as load_tile reads them: a tile lies inside one document."""
         size = self.rows // self.MP
         start_D, first_D, tokens_D, _ = self.tables
-        number_D = (tokens_D + (size - 1)) // size
-        total = sum(ceil_div(tokens, size) for tokens in self.tokens)
-        document = torch.arange(len(self.tokens)).repeat_interleave(number_D, output_size=total)
-        x = (torch.arange(total) - (number_D.cumsum(0) - number_D)[document]) * size
+        document, x, _ = cut_documents(self.tokens, size)
         tiles = [start_D[document], x, tokens_D[document], first_D[document]]
         return upload(torch.stack(tiles, 1).int(), self.device)
 
@@ -246,12 +244,6 @@ def choose(
     heads = min(call.G, max(1, most // len(tiles)))
     width = triton.next_power_of_2(columns)
     at_once = min(queries, max(1, CHOICE_NUMBERS // width))
-    chosen = {
-        "BLOCK": cfg.sel_block,
-        "COUNT": cfg.sel_count,
-        "INIT": cfg.sel_init,
-        "LOCAL": cfg.sel_local,
-    }
     for start in range(0, call.G, heads):
         group = HeadGroup(start, min(start + heads, call.G), call.M)
         for some in tiles.split(most):
@@ -260,7 +252,10 @@ def choose(
                 "tile_ptr": some,
                 "columns": columns,
                 "G": call.G,
-                **chosen,
+                "BLOCK": cfg.sel_block,
+                "COUNT": cfg.sel_count,
+                "INIT": cfg.sel_init,
+                "LOCAL": cfg.sel_local,
             }
             if cfg.free > 0:
                 launch(

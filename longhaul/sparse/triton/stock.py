@@ -117,9 +117,14 @@ def attend_backward(
 # ---- a few lines at a time
 
 
-def _pieces(lines: Lines, q_CEK: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(queries, keys, which keys a query does not see) of each step."""
-    E = q_CEK.shape[1]
+def _pieces(
+    lines: Lines,
+    q_CEK: Tensor,
+    k_CGK: Tensor,
+    v_CGK: Tensor,
+) -> Iterator[tuple[slice, slice, list[Tensor], Tensor]]:
+    """(queries, keys, (k, v) [G, S, K], which keys a row does not see) of each step."""
+    E, G = q_CEK.shape[1], k_CGK.shape[1]
     first = 0
     for count in lines.counts:
         window = count if lines.window is None else min(lines.window, count)
@@ -130,7 +135,9 @@ def _pieces(lines: Lines, q_CEK: Tensor) -> Iterator[tuple[slice, slice, Tensor]
             query = torch.arange(x, y, device=q_CEK.device)[:, None]
             key = torch.arange(low, y, device=q_CEK.device)
             hidden = (key > query) | (key <= query - window)
-            yield slice(first + x, first + y), slice(first + low, first + y), hidden
+            keys = slice(first + low, first + y)
+            kv = [x_CGK[keys].transpose(0, 1) for x_CGK in (k_CGK, v_CGK)]
+            yield slice(first + x, first + y), keys, kv, hidden.repeat_interleave(E // G, 0)
         first += count
 
 
@@ -139,9 +146,9 @@ def _rows(x_CE_: Tensor, G: int) -> Tensor:
     return x_CE_.unflatten(1, (G, -1)).transpose(0, 1).flatten(1, 2)
 
 
-def _lines(x_GR_: Tensor, count: int) -> Tensor:
-    """The reverse [lines, heads, ...]."""
-    return x_GR_.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
+def _lines(x_GR_: Tensor, heads: int) -> Tensor:
+    """The reverse [lines, heads, ...], of so many heads of each KV head."""
+    return x_GR_.unflatten(1, (-1, heads)).transpose(0, 1).flatten(1, 2)
 
 
 def _pieces_forward(
@@ -155,12 +162,10 @@ def _pieces_forward(
     o_CEK = torch.empty_like(q_CEK)
     lse_EC = q_CEK.new_empty((E, C), dtype=torch.float32)
     buffers = Buffers(q_CEK)
-    for queries, keys, hidden in _pieces(lines, q_CEK):
-        kv = [x[keys].transpose(0, 1) for x in (k_CGK, v_CGK)]
-        hidden_RS = hidden.repeat_interleave(E // G, 0)
+    for queries, _, kv, hidden_RS in _pieces(lines, q_CEK, k_CGK, v_CGK):
         o_GRK, lse_GR = tile_forward(_rows(q_CEK[queries], G), *kv, buffers, hidden_RS)
-        o_CEK[queries] = _lines(o_GRK, len(hidden))
-        lse_EC[:, queries] = _lines(lse_GR, len(hidden)).T
+        o_CEK[queries] = _lines(o_GRK, E // G)
+        lse_EC[:, queries] = _lines(lse_GR, E // G).T
     return o_CEK, lse_EC
 
 
@@ -179,15 +184,13 @@ def _pieces_backward(
     dk_CGK = torch.zeros_like(k_CGK, dtype=torch.float32)
     dv_CGK = torch.zeros_like(v_CGK, dtype=torch.float32)
     buffers = Buffers(q_CEK)
-    for queries, keys, hidden in _pieces(lines, q_CEK):
+    for queries, keys, kv, hidden_RS in _pieces(lines, q_CEK, k_CGK, v_CGK):
         do = do_CEK[queries]
         delta = (do.float() * o_CEK[queries]).sum(-1)
         inputs = q_CEK[queries], do, lse_EC.T[queries], delta
         inputs = BackwardInputs(*(_rows(x, G) for x in inputs))
-        kv = [x[keys].transpose(0, 1) for x in (k_CGK, v_CGK)]
-        hidden_RS = hidden.repeat_interleave(E // G, 0)
         dq_GRK, dk_GSK, dv_GSK = tile_backward(inputs, *kv, buffers, hidden_RS)
-        dq_CEK[queries] = _lines(dq_GRK, len(hidden)) * K**-0.5
+        dq_CEK[queries] = _lines(dq_GRK, E // G) * K**-0.5
         dk_CGK[keys] += dk_GSK.transpose(0, 1) * K**-0.5
         dv_CGK[keys] += dv_GSK.transpose(0, 1)
     return dq_CEK, dk_CGK.to(k_CGK.dtype), dv_CGK.to(v_CGK.dtype)

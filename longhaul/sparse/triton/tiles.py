@@ -214,6 +214,18 @@ def ceil_div(count: int, size: int) -> int:
     return -(-count // size)
 
 
+def cut_documents(counts: list[int], size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cuts each document into pieces of at most `size`: (document of each piece, what of the
+    document lies before it, first piece of each document), on the host.
+    """
+    pieces = [ceil_div(count, size) for count in counts]
+    pieces_D = torch.tensor(pieces)
+    first_D = pieces_D.cumsum(0) - pieces_D
+    total = sum(pieces)
+    document_P = torch.arange(len(counts)).repeat_interleave(pieces_D, output_size=total)
+    return document_P, (torch.arange(total) - first_D[document_P]) * size, first_D
+
+
 def upload(on_host: Tensor, device: torch.device) -> Tensor:
     """A copy on the device, from pinned memory so that the host does not wait."""
     if device.type == "cuda":

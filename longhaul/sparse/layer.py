@@ -19,7 +19,12 @@ from longhaul.sparse.engine import block_sparse_attention
 from longhaul.sparse.plain import plain_block_sparse_attention
 from model import Attention, Device, Documents, ModelConfig, Ops, Rope
 
-LEAST = {"init": 0, "dense_below": 0, "head_dim": 2}  # of these settings; 1 of all others
+# the smallest value of these settings; 1 of all others
+LEAST = {
+    "init": 0,
+    "dense_below": 0,
+    "head_dim": 2,
+}
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,11 @@ class Pieces(NamedTuple):
         return cls(size, bucket, F.pad(end_E, (1, 0)))
 
 
-def most_pieces(pairs: int, buckets: int, size: int) -> int:
+def most_pieces(
+    pairs: int,
+    buckets: int,
+    size: int,
+) -> int:
     """The most pieces of at most `size` pairs into which the pairs of buckets can be cut."""
     return pairs // size + min(buckets, pairs)
 
@@ -312,7 +316,10 @@ def forward(
     return o_BTHK, lse_BTH
 
 
-def row_products(do: Tensor, o: Tensor) -> Tensor:
+def row_products(
+    do: Tensor,
+    o: Tensor,
+) -> Tensor:
     """do . o over the last dimension, in fp32, of contiguous tensors."""
     delta = do.new_empty(do.shape[:-1], dtype=torch.float32)
     K = do.shape[-1]

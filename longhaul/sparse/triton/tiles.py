@@ -37,7 +37,11 @@ def padded(size):
 
 
 @triton.jit
-def row_numbers(row, valid, K: tl.constexpr):
+def row_numbers(
+    row,
+    valid,
+    K: tl.constexpr,
+):
     """Where the numbers [rows, KP] of a tensor [..., K] are, and which of them exist: those of
     valid rows, without the columns past K.
     """
@@ -49,14 +53,25 @@ def row_numbers(row, valid, K: tl.constexpr):
 
 
 @triton.jit
-def load_rows(ptr, row, valid, K: tl.constexpr):
+def load_rows(
+    ptr,
+    row,
+    valid,
+    K: tl.constexpr,
+):
     """[rows, KP] of a tensor [..., K]; invalid rows and columns past K are 0."""
     number, mask = row_numbers(row, valid, K)
     return tl.load(ptr + number, mask=mask, other=0.0)
 
 
 @triton.jit
-def store_rows(ptr, row, valid, x, K: tl.constexpr):
+def store_rows(
+    ptr,
+    row,
+    valid,
+    x,
+    K: tl.constexpr,
+):
     """Stores the valid rows of x [rows, KP] in the dtype of the tensor."""
     number, mask = row_numbers(row, valid, K)
     tl.store(ptr + number, x.to(ptr.dtype.element_ty), mask=mask)
@@ -69,7 +84,11 @@ def product(a, b):
 
 
 @triton.jit
-def add_product(a, b, total):
+def add_product(
+    a,
+    b,
+    total,
+):
     """a b + total in fp32."""
     return tl.dot(a, b, total, input_precision="tf32x3")
 
@@ -90,7 +109,11 @@ class TileSizes(NamedTuple):
     segment_rows: int = 2048  # rows of a segment in the backward
 
 
-def tile_sizes(K: int, itemsize: int, shared: int) -> TileSizes:
+def tile_sizes(
+    K: int,
+    itemsize: int,
+    shared: int,
+) -> TileSizes:
     """Tiles that fit `shared` bytes of shared memory: 99 KiB on the smallest cards. Products of two
     warp groups, which only cards with 227 KiB have, want 128 rows (tests/kernel_resources.py).
     """
@@ -119,7 +142,10 @@ def tile_sizes(K: int, itemsize: int, shared: int) -> TileSizes:
     )
 
 
-def supported(dtype: torch.dtype, device: torch.device) -> bool:
+def supported(
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
     """Whether the kernels run on tensors of this dtype on this device."""
     if dtype not in DTYPES:
         return False
@@ -214,7 +240,10 @@ def ceil_div(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def cut_documents(counts: list[int], size: int) -> tuple[Tensor, Tensor, Tensor]:
+def cut_documents(
+    counts: list[int],
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Cuts each document into pieces of at most `size`: (document of each piece, what of the
     document lies before it, first piece of each document), on the host.
     """

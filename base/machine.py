@@ -258,6 +258,49 @@ def flash_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
     return o_BHTK.transpose(1, 2)
 
 
+def cudnn_attention(
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """(o [B, T, H, K], log-sum-exp [B, H, T] in fp32) by the operator of cuDNN, which PyTorch's
+    public attention calls without the latter.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
+    attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+    o, lse, *_ = attention(q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=causal)
+    return o.transpose(1, 2), lse.view(lse.shape[:3])  # it is [B, H, T, 1]
+
+
+def cudnn_attention_backward(
+    do_BTHK: Tensor,
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    o_BTHK: Tensor,
+    lse_BHT: Tensor,
+    causal: bool,
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv) of `cudnn_attention`."""
+    given = (x.transpose(1, 2) for x in (do_BTHK, q_BTHK, k_BSGK, v_BSGK, o_BTHK))
+    unread = q_BTHK.new_empty((), dtype=torch.int64)  # the state of dropout
+    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *given,
+        lse_BHT.contiguous()[..., None],
+        philox_seed=unread,
+        philox_offset=unread,
+        attn_bias=None,
+        cum_seq_q=None,
+        cum_seq_k=None,
+        max_q=q_BTHK.shape[1],
+        max_k=k_BSGK.shape[1],
+        dropout_p=0.0,
+        is_causal=causal,
+    )
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
 # ---- a process on the machine
 
 

@@ -700,7 +700,7 @@ def test_all_kernels_compile_for_a_card_without_having_it(capability, tmp_path, 
         assert bool(kernel["products"]) == any(word in name for word in WITH_PRODUCTS), kernel
 
     if capability == 90:
-        least = {"importance": 2, "merge": 2, "merge_dq": 2, "pair_forward": 3, "choose": 8}
+        least = {"importance": 2, "merge": 2, "pair_forward": 3, "choose": 8}
         for kernel in kernels:
             if kernel["kernel"] == "tile_kernel":  # one token's few rows
                 continue

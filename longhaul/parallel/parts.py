@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from base.machine import check_efficient, for_each_query_head, platform
+from base.machine import (
+    check_efficient,
+    cudnn_attention,
+    cudnn_attention_backward,
+    for_each_query_head,
+    platform,
+)
 from model import wide
 
 
@@ -41,14 +47,11 @@ def attention_part(
     """(o [B, T, H, K], log-sum-exp [B, H, T] in fp32) of the queries over these keys, with memory
     linear in T and S.
     """
+    if kernel == "cudnn":
+        return cudnn_attention(q_BTHK, k_BSGK, v_BSGK, causal)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
     aten = torch.ops.aten
-    if kernel == "cudnn":
-        o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=causal
-        )
-        lse = lse.view(lse.shape[:3])  # [B, H, T, 1]
-    elif kernel == "flash":
+    if kernel == "flash":
         o, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)
     elif kernel == "efficient":
         k, v = (for_each_query_head(x, q.shape[1]) for x in (k, v))
@@ -93,34 +96,22 @@ def attention_part_backward(
     With these two, a probability exp(s - lse) and its gradient are those over all keys, so that the
     parts add up to the gradients.
     """
+    if kernel == "cudnn":
+        given = grad_BTHK, q_BTHK, k_BSGK, v_BSGK, o_BTHK, lse_BHT
+        return cudnn_attention_backward(*given, causal)
     saved = [x.transpose(1, 2) for x in (grad_BTHK, q_BTHK, k_BSGK, v_BSGK, o_BTHK)]
     aten = torch.ops.aten
-    device = q_BTHK.device
     options = dict(dropout_p=0.0, is_causal=causal)
-    lengths = dict(
-        cum_seq_q=None,
-        cum_seq_k=None,
-        max_q=q_BTHK.shape[1],
-        max_k=k_BSGK.shape[1],
-    )
-    if kernel == "cudnn":
-        state = torch.zeros((), dtype=torch.int64, device=device)
-        grads = aten._scaled_dot_product_cudnn_attention_backward(
-            *saved,
-            lse_BHT.contiguous()[..., None],
-            philox_seed=state,
-            philox_offset=state,
-            attn_bias=None,
-            **lengths,
-            **options,
-        )
-    elif kernel == "flash":
+    if kernel == "flash":
         grads = aten._scaled_dot_product_flash_attention_backward(
             *saved,
             lse_BHT.contiguous(),
-            philox_seed=torch.zeros(2, dtype=torch.uint64, device=device),
-            philox_offset=torch.zeros((), dtype=torch.uint64, device=device),
-            **lengths,
+            philox_seed=torch.zeros(2, dtype=torch.uint64, device=q_BTHK.device),
+            philox_offset=torch.zeros((), dtype=torch.uint64, device=q_BTHK.device),
+            cum_seq_q=None,
+            cum_seq_k=None,
+            max_q=q_BTHK.shape[1],
+            max_k=k_BSGK.shape[1],
             **options,
         )
     elif kernel == "efficient":

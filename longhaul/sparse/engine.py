@@ -354,7 +354,9 @@ def block_sparse_forward(
     if fused:
         from longhaul.sparse.triton import blocks
 
-        return blocks.attend(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, cu_seqlens, block)
+        # Triton launches on the current device, which may differ from the tensors'
+        with torch.cuda.device_of(q_BTHK):
+            return blocks.forward(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, cu_seqlens, block)
     outputs = _empty_outputs(q_BTHK)
     n = chosen_BTGn.shape[3]
 
@@ -395,8 +397,12 @@ def block_sparse_backward(
     if fused:
         from longhaul.sparse.triton import blocks
 
-        saved = q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, o_BTHK, lse_BTH
-        return blocks.attend_backward(do_BTHK, saved, dlse_BTH, cu_seqlens, block)
+        with torch.cuda.device_of(q_BTHK):
+            delta_BTH = blocks.row_products(do_BTHK.contiguous(), o_BTHK)
+            if dlse_BTH is not None:
+                delta_BTH -= dlse_BTH
+            inputs = do_BTHK, q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, lse_BTH, delta_BTH
+            return blocks.backward(*inputs, cu_seqlens, block)
     grads = tuple(x.new_empty(x.shape) for x in (q_BTHK, k_BSGK, v_BSGK))
     scale = q_BTHK.shape[3] ** -0.5
     if dlse_BTH is None:

@@ -61,8 +61,8 @@ def block_scores(
 ) -> tuple[Tensor, Tensor]:
     """(scores, positions of the largest keys), both [C, N], the scores before the scale."""
     N, l, _ = k_NlE.shape
-    logits_CS = product_fp32(q_CE, k_NlE.flatten(0, 1), buffers, "scores")
-    logits_CS.masked_fill_(_later(position_C, N * l), -torch.inf)
+    later_CS = _later(position_C, N * l)
+    logits_CS = _logits(q_CE, k_NlE.flatten(0, 1), buffers, "scores", later_CS)
     scores_CN, offset_CN = logits_CS.unflatten(1, (N, l)).max(-1)
     return scores_CN, offset_CN + torch.arange(N, device=q_CE.device) * l
 
@@ -82,6 +82,20 @@ def block_masses(
     p_CMS = buffers.take("p", logits_CMS.shape, torch.float32)
     torch.softmax(logits_CMS, -1, out=p_CMS)
     return p_CMS.unflatten(2, (N, l)).sum(-1).mean(1)
+
+
+def _logits(
+    q: Tensor,
+    k: Tensor,
+    buffers: Buffers,
+    name: str,
+    hidden: Tensor | None,
+) -> Tensor:
+    """q k^T, -inf where a key is hidden."""
+    logits = product_fp32(q, k, buffers, name)
+    if hidden is not None:
+        logits.masked_fill_(hidden, -torch.inf)
+    return logits
 
 
 def _later(position_C: Tensor, tokens: int) -> Tensor:
@@ -142,7 +156,8 @@ def _tile_results(
     """Of each slot: the score, the offset of the largest key, and the heads' log-sum-exps."""
     q_CMK = with_no_query(_rows(stream.q_TMK[queries], stream.k_JlK))
     q_C1E = with_no_query(_rows(stream.q_TE[queries], stream.k_JlE)[:, None])
-    M = q_CMK.shape[1]
+    _, M, K = q_CMK.shape
+    scale = K**-0.5
     scores_S = q_CMK.new_full((tiles.slots,), -torch.inf, dtype=torch.float32)
     offset_S = torch.zeros_like(scores_S, dtype=torch.int64)
     lse_SM = scores_S[:, None].repeat(1, M)
@@ -151,38 +166,18 @@ def _tile_results(
         if hidden_NRl is not None:
             of_pairs = hidden_NRl[:, ::M]
         k_NlE, k_NlK = group.keys((stream.k_JlE, stream.k_JlK))
-        found = _largest(group.rows(q_C1E), k_NlE, buffers, of_pairs)
+        found = _logits(group.rows(q_C1E), k_NlE, buffers, "scores", of_pairs).max(-1)
         scores_S[group.slots], offset_S[group.slots] = (x.flatten() for x in found)
-        lse_NR = _tile_lse(group.rows(q_CMK), k_NlK, buffers, hidden_NRl)
-        lse_SM[group.slots] = lse_NR.view(-1, M)
+        logits_NRl = _logits(group.rows(q_CMK), k_NlK, buffers, "logits", hidden_NRl)
+        lse_SM[group.slots] = _tile_lse(logits_NRl.mul_(scale)).view(-1, M)
     return scores_S, offset_S, lse_SM
 
 
-def _tile_lse(
-    q_NRK: Tensor,
-    k_NlK: Tensor,
-    buffers: Buffers,
-    hidden_Rl: Tensor | None = None,
-) -> Tensor:
-    logits_NRl = product_fp32(q_NRK, k_NlK, buffers, "logits").mul_(q_NRK.shape[-1] ** -0.5)
-    if hidden_Rl is not None:
-        logits_NRl.masked_fill_(hidden_Rl, -torch.inf)
+def _tile_lse(logits_NRl: Tensor) -> Tensor:
     # logsumexp would hold a copy that the planner does not see
     most_NR1 = logits_NRl.amax(-1, keepdim=True)
     sum_NR = logits_NRl.sub_(most_NR1).exp_().sum(-1)
     return sum_NR.log_().add_(most_NR1.squeeze(-1))
-
-
-def _largest(
-    q_NRE: Tensor,
-    k_NlE: Tensor,
-    buffers: Buffers,
-    hidden_Rl: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    logits_NRl = product_fp32(q_NRE, k_NlE, buffers, "scores")
-    if hidden_Rl is not None:
-        logits_NRl.masked_fill_(hidden_Rl, -torch.inf)
-    return logits_NRl.max(-1)
 
 
 # ---- the loss of what was compared, and its gradients

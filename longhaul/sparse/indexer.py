@@ -23,8 +23,8 @@ from longhaul.sparse.choose import best_blocks, choose_blocks, hide_others, writ
 from longhaul.sparse.engine import in_blocks
 from longhaul.sparse.index_loss import block_masses, block_scores, index_loss
 from longhaul.sparse.layer import SelectedAttention, SelectedCache, attend_chosen
-from longhaul.sparse.nsa.branches import Buffers
 from longhaul.sparse.selectors.exact import Exact
+from longhaul.sparse.tiles import Buffers
 from model import (
     Attention,
     Decoder,
@@ -276,20 +276,20 @@ class IndexedAttention(SelectedAttention):
         if self.losses.warming:
             q_BTHK, k_BSGK, v_BSGK = (x.detach() for x in (q_BTHK, k_BSGK, v_BSGK))
 
+        of_queries = [x.split((dense, T - dense), dim=1) for x in (q_BTHK, q_BTGE)]
+        early, late = zip(*of_queries, strict=True)
         parts = []
-        early_and_late = (x.split((dense, T - dense), dim=1) for x in (q_BTHK, q_BTGE))
-        (early_BTHK, late_BTHK), (early_BTGE, late_BTGE) = early_and_late
         if dense:
             seen = [x[:, : S - T + dense] for x in (k_BSGK, v_BSGK, k_BS1E)]
-            parts.append(self._attend_every_key(early_BTHK, early_BTGE, *seen, learns))
+            parts.append(self._attend_part(*early, *seen, learns, every_key=True))
         if dense < T:
             keys = k_BSGK, v_BSGK, k_BS1E
-            parts.append(self._attend_blocks(late_BTHK, late_BTGE, *keys, learns))
+            parts.append(self._attend_part(*late, *keys, learns, every_key=False))
         outputs, terms = zip(*parts, strict=True)
         o_BTHK = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return o_BTHK, sum(terms) if learns else None
 
-    def _attend_every_key(
+    def _attend_part(
         self,
         q_BTHK: Tensor,
         q_BTGE: Tensor,
@@ -297,30 +297,21 @@ class IndexedAttention(SelectedAttention):
         v_BSGK: Tensor,
         k_BS1E: Tensor,
         learns: bool,
+        every_key: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        o_BTHK = self.ops.attention(q_BTHK, k_BSGK, v_BSGK)
+        """(o, loss) over every key, or over the blocks that are chosen."""
+        qkv = q_BTHK, k_BSGK, v_BSGK
+        block = self.sizes.block
+        if every_key:
+            o_BTHK = self.ops.attention(*qkv)
+            read = ()
+        else:
+            k_BSGE = k_BS1E.expand(-1, -1, q_BTGE.shape[2], -1)
+            chosen_BTGn = choose_blocks(self.sizes, q_BTGE, k_BSGE)
+            o_BTHK, lse_BTH = attend_chosen(*qkv, chosen_BTGn, block, self.kernels)
+            read = chosen_BTGn, lse_BTH
         if not learns:
             return o_BTHK, None
-        block = self.sizes.block
-        return o_BTHK, index_loss(q_BTGE, k_BS1E[:, :, 0], q_BTHK, k_BSGK, block)
-
-    def _attend_blocks(
-        self,
-        q_BTHK: Tensor,
-        q_BTGE: Tensor,
-        k_BSGK: Tensor,
-        v_BSGK: Tensor,
-        k_BS1E: Tensor,
-        learns: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        block = self.sizes.block
-        k_BSGE = k_BS1E.expand(-1, -1, q_BTGE.shape[2], -1)
-        chosen_BTGn = choose_blocks(self.sizes, q_BTGE, k_BSGE)
-        inputs = (q_BTHK, k_BSGK, v_BSGK, chosen_BTGn)
-        o_BTHK, lse_BTH = attend_chosen(*inputs, block, self.kernels)
-        if not learns:
-            return o_BTHK, None
-        read = chosen_BTGn, lse_BTH
         return o_BTHK, index_loss(q_BTGE, k_BS1E[:, :, 0], q_BTHK, k_BSGK, block, *read)
 
     def _learn(self, term: Tensor, documents: list[Sequence[Tensor]]) -> None:

@@ -19,17 +19,11 @@ from longhaul.sparse.engine import block_sparse_attention
 from longhaul.sparse.plain import plain_block_sparse_attention
 from model import Attention, Device, Documents, ModelConfig, Ops, Rope
 
-# The smallest value of each number of the settings.
+# the smallest value of these settings; 1 of all others
 LEAST = {
-    "count": 1,
-    "block": 1,
     "init": 0,
-    "local": 1,
     "dense_below": 0,
-    "page": 1,
     "head_dim": 2,
-    "kernel": 1,
-    "stride": 1,
 }
 
 
@@ -56,8 +50,9 @@ class BlockConfig:
         object.__setattr__(self, "text", json.dumps(asdict(self)))
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type is int and (type(value) is not int or value < LEAST[field.name]):
-                allowed = f"{field.name} an integer >= {LEAST[field.name]}"
+            least = LEAST.get(field.name, 1)
+            if field.type is int and (type(value) is not int or value < least):
+                allowed = f"{field.name} an integer >= {least}"
                 raise self.refusal([field.name], allowed, f"change {field.name}")
         if self.count < self.init + self.local:
             raise self.refusal(

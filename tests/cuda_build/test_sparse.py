@@ -32,7 +32,8 @@ def launched(monkeypatch):
     def launch(kernel, grid, **arguments):
         assert set(arguments) >= set(kernel.arg_names)
         for name in kernel.arg_names:
-            assert not name.endswith("_ptr") or arguments[name].is_cuda, (kernel.__name__, name)
+            tensor = name.endswith("_ptr") and arguments[name] is not None
+            assert not tensor or arguments[name].is_cuda, (kernel.__name__, name)
         names.append(kernel.__name__)
 
     def upload(on_host, device):

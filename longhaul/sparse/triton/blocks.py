@@ -21,7 +21,7 @@ K head dim, n chosen blocks of a query, l tokens of a block, J blocks of all doc
 P pairs, E buckets. A query is numbered y = g*Z + z, and its pairs y*n + i.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,6 @@ from torch import Tensor
 from longhaul.sparse.plain import documents
 from longhaul.sparse.triton.kernels import (
     delta_kernel,
-    merge_dq_kernel,
     merge_kernel,
     pair_backward_kernel,
     pair_forward_kernel,
@@ -41,9 +40,9 @@ from longhaul.sparse.triton.kernels import (
 from longhaul.sparse.triton.tiles import (
     ceil_div,
     count_to,
+    cut_documents,
     launch,
     padded,
-    require,
     shared_memory,
     tile_sizes,
     upload,
@@ -78,12 +77,7 @@ def lay_out(
     queries_D = torch.tensor([queries.stop - queries.start for queries, _ in ranges])
     keys = [keys.stop - keys.start for _, keys in ranges]
     keys_D = torch.tensor(keys)
-    blocks_D = (keys_D + (block - 1)) // block
-    first_D = blocks_D.cumsum(0) - blocks_D
-
-    J = sum(ceil_div(count, block) for count in keys)
-    document_J = torch.arange(len(keys)).repeat_interleave(blocks_D, output_size=J)
-    done_J = (torch.arange(J) - first_D[document_J]) * block
+    document_J, done_J, first_D = cut_documents(keys, block)
     start_J = (keys_D.cumsum(0) - keys_D)[document_J] + done_J
     count_J = (keys_D[document_J] - done_J).clamp(max=block)
 
@@ -141,7 +135,11 @@ class Pieces(NamedTuple):
         return cls(size, bucket, F.pad(end_E, (1, 0)))
 
 
-def most_pieces(pairs: int, buckets: int, size: int) -> int:
+def most_pieces(
+    pairs: int,
+    buckets: int,
+    size: int,
+) -> int:
     """The most pieces of at most `size` pairs into which the pairs of buckets can be cut."""
     return pairs // size + min(buckets, pairs)
 
@@ -185,15 +183,20 @@ class Call:
         self.key_rows = max(tile.key_rows, MP)
         self.queries_of_tile = self.rows // MP
         self.segment = max(tile.segment_rows, MP) // MP
-        self.head_dim = {"K": K, "KP": padded(K)}
-        self.heads = {"M": self.M, "MP": MP, **self.head_dim}
-        self.block = {"LP": padded(block)}
+        self.queries_of_merge = padded(self.M) // MP
+        self.LP = padded(block)
 
         blocks = lay_out(B, T, S, cu_seqlens, block, q_BTHK.device)
         self.keys = blocks.keys_J2
         self.J = len(self.keys)
         self.pairs = sort_pairs(chosen_BTGn.flatten(0, 1), blocks.base_Z, self.J, self.chunk)
-        self.numbers = {"n": self.n, "Z": self.Z, "G": self.G}
+        self.numbers = {
+            "n": self.n,
+            "Z": self.Z,
+            "G": self.G,
+            "M": self.M,
+            "K": K,
+        }
         self.of_pairs = {
             "order_ptr": self.pairs.order_P,
             "start_ptr": self.pairs.start_E1,
@@ -203,9 +206,8 @@ class Call:
             "tokens": T,
             "before": S - T,
             "scale2": self.scale * LOG2E,
+            "LP": self.LP,
             **self.numbers,
-            **self.heads,
-            **self.block,
         }
 
     def parts(self) -> Iterator[Part]:
@@ -250,24 +252,27 @@ class Call:
             **arguments,
         )
 
-    def launch_queries(
+    def merge(
         self,
-        kernel,
         part: Part,
-        **arguments,
+        part_results: Tensor,
+        chosen_BTGn: Tensor,
+        out_BTHK: Tensor,
+        part_lse: Tensor | None = None,
+        lse_BTH: Tensor | None = None,
     ) -> None:
-        """Runs a kernel over the queries of a part, a few each, so that registers hold them."""
-        rows = max(16, self.heads["MP"])
-        queries = rows // self.heads["MP"]
+        """Merges the results of the pairs of a part's queries."""
         launch(
-            kernel,
-            (ceil_div(part.y1 - part.y0, queries),),
+            merge_kernel,
+            (ceil_div(part.y1 - part.y0, self.queries_of_merge),),
+            part_ptr=part_results,
+            part_lse_ptr=part_lse,
+            chosen_ptr=chosen_BTGn,
+            out_ptr=out_BTHK,
+            lse_ptr=lse_BTH,
             y0=part.y0,
             y1=part.y1,
-            R=rows,
             **self.numbers,
-            **self.heads,
-            **arguments,
         )
 
 
@@ -283,7 +288,9 @@ def forward(
     block: int,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(o_BTHK, lse_BTH) of contiguous tensors, written `into` these if they are given."""
+    """(o_BTHK, lse_BTH), written `into` these if they are given."""
+    given = (q_BTHK, k_BSGK, v_BSGK, chosen_BTGn)
+    q_BTHK, k_BSGK, v_BSGK, chosen_BTGn = (x.contiguous() for x in given)
     call = Call(q_BTHK, k_BSGK, chosen_BTGn, cu_seqlens, block)
     pieces = Pieces.cut(call.pairs, call.queries_of_tile)
     if into is None:
@@ -305,19 +312,14 @@ def forward(
             part_lse_ptr=part_lse,
             R=call.rows,
         )
-        call.launch_queries(
-            merge_kernel,
-            part,
-            part_o_ptr=part_o,
-            part_lse_ptr=part_lse,
-            chosen_ptr=chosen_BTGn,
-            o_ptr=o_BTHK,
-            lse_ptr=lse_BTH,
-        )
+        call.merge(part, part_o, chosen_BTGn, o_BTHK, part_lse, lse_BTH)
     return o_BTHK, lse_BTH
 
 
-def row_products(do: Tensor, o: Tensor) -> Tensor:
+def row_products(
+    do: Tensor,
+    o: Tensor,
+) -> Tensor:
     """do . o over the last dimension, in fp32, of contiguous tensors."""
     delta = do.new_empty(do.shape[:-1], dtype=torch.float32)
     K = do.shape[-1]
@@ -329,7 +331,6 @@ def row_products(do: Tensor, o: Tensor) -> Tensor:
         delta_ptr=delta,
         rows=delta.numel(),
         K=K,
-        KP=padded(K),
         R=16,
     )
     return delta
@@ -346,7 +347,10 @@ def backward(
     cu_seqlens: Tensor | None,
     block: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of contiguous tensors; delta is do . o less the gradient of lse."""
+    """(dq, dk, dv); delta is do . o less the gradient of lse."""
+    given = do_BTHK, q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, lse_BTH, delta_BTH
+    given = [x.contiguous() for x in given]
+    do_BTHK, q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, lse_BTH, delta_BTH = given
     call = Call(q_BTHK, k_BSGK, chosen_BTGn, cu_seqlens, block)
     pieces = Pieces.cut(call.pairs, call.segment)
     dq_BTHK, dk_BSGK, dv_BSGK = (torch.empty_like(x) for x in (q_BTHK, k_BSGK, v_BSGK))
@@ -354,7 +358,7 @@ def backward(
     parts = list(call.parts())
     part_dq = q_BTHK.new_empty((parts[0].y1 - parts[0].y0) * call.n, call.M, K)
     most = call.pieces_of(parts[0], pieces.size)
-    segments = part_dq.new_empty((2, most, call.block["LP"], K), dtype=torch.float32)
+    segments = part_dq.new_empty((2, most, call.LP, K), dtype=torch.float32)
     sums = part_dq.new_empty((2, B, S, call.heads_at_once, K), dtype=torch.float32)
     for part in parts:
         call.launch_pieces(
@@ -375,13 +379,7 @@ def backward(
             SIZE=pieces.size,
             num_warps=8,
         )
-        call.launch_queries(
-            merge_dq_kernel,
-            part,
-            part_dq_ptr=part_dq,
-            chosen_ptr=chosen_BTGn,
-            dq_ptr=dq_BTHK,
-        )
+        call.merge(part, part_dq, chosen_BTGn, dq_BTHK)
         rows = B * S
         launch(
             segment_sum_kernel,
@@ -395,8 +393,8 @@ def backward(
             heads=part.heads,
             most=most,
             rows=rows,
-            **call.head_dim,
-            **call.block,
+            K=K,
+            LP=call.LP,
             FILL=part.fills,
         )
         if part.ends:
@@ -404,39 +402,3 @@ def backward(
             used = sums.flatten()[: 2 * rows * part.heads * K]
             dk_BSGK[:, :, own], dv_BSGK[:, :, own] = used.view(2, B, S, part.heads, K)
     return dq_BTHK, dk_BSGK, dv_BSGK
-
-
-# ---- the bodies of the operators
-
-
-def attend(
-    q_BTHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGK: Tensor,
-    chosen_BTGn: Tensor,
-    cu_seqlens: Tensor | None,
-    block: int,
-) -> tuple[Tensor, Tensor]:
-    """(o_BTHK, lse_BTH). ValueError if the kernels do not run on the tensors."""
-    require(q_BTHK, k_BSGK, block)
-    given = (x.contiguous() for x in (q_BTHK, k_BSGK, v_BSGK, chosen_BTGn))
-    # Triton launches on the current device, which may differ from the tensors'; no effect on a CPU.
-    with torch.cuda.device_of(q_BTHK):
-        return forward(*given, cu_seqlens, block)
-
-
-def attend_backward(
-    do_BTHK: Tensor,
-    saved: Sequence[Tensor],
-    dlse_BTH: Tensor | None,
-    cu_seqlens: Tensor | None,
-    block: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) from the gradients of o and of lse; saved: q, k, v, the choice, o and lse."""
-    *given, o_BTHK, lse_BTH = saved
-    do_BTHK, *given = (x.contiguous() for x in (do_BTHK, *given))
-    with torch.cuda.device_of(do_BTHK):
-        delta_BTH = row_products(do_BTHK, o_BTHK)
-        if dlse_BTH is not None:
-            delta_BTH -= dlse_BTH
-        return backward(do_BTHK, *given, lse_BTH, delta_BTH, cu_seqlens, block)

@@ -27,7 +27,7 @@ from longhaul.sparse.triton.decode_kernels import (
     put_kernel,
     tile_kernel,
 )
-from longhaul.sparse.triton.tiles import ceil_div, launch, padded
+from longhaul.sparse.triton.tiles import ceil_div, launch
 
 COMPRESSED_KEYS = 64  # of a tile
 NO_WINDOW = 2**40
@@ -71,7 +71,6 @@ class Token:
             "parts": parts,
             "M": M,
             "K": K,
-            "KP": padded(K),
         }
 
     def attend(
@@ -104,8 +103,6 @@ class Token:
             scale2=k.shape[-1] ** -0.5 * LOG2E,
             SIZE=size,
             WINDOW=window,
-            LP=padded(size),
-            R=padded(self.parts["M"]),
             **spans,
             **self.parts,
         )
@@ -138,7 +135,6 @@ class Token:
             COUNT=sizes.count,
             INIT=sizes.init,
             LOCAL=sizes.local,
-            CP=triton.next_power_of_2(sizes.count),
             **spans,
         )
         return chosen_Xn
@@ -158,7 +154,6 @@ class Token:
             o_ptr=o_BGMK,
             end_0=end_0,
             end_1=end_1,
-            R=16,
             **self.parts,
         )
         return o_BGMK

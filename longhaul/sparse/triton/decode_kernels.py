@@ -1,8 +1,8 @@
 """Triton kernels that decode one token, of Native Sparse Attention and of all selectors. decode.py
 launches them and says how they work together; tiles.py has what all kernels share.
 
-Letters: B rows of the batch, G KV heads, X = B*G, M query heads of each, K head dim. KP is K padded
-to a power of two, R is M padded so, LP are the keys of a block. Log-sum-exps are in base 2.
+Letters: B rows of the batch, G KV heads, X = B*G, M query heads of each, K head dim. Log-sum-exps
+are in base 2.
 
 position_ptr   the token's position, one int64
 part_o_ptr     [X, parts, M, K] fp32, attention to the keys of each tile
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from longhaul.sparse.triton.nsa_kernels import write_best, write_forced
-from longhaul.sparse.triton.tiles import load_rows, product, store_rows
+from longhaul.sparse.triton.tiles import load_rows, padded, product, store_rows
 
 
 @triton.jit
@@ -62,9 +62,6 @@ def tile_kernel(
     # sizes of heads
     M: tl.constexpr,
     K: tl.constexpr,
-    KP: tl.constexpr,
-    LP: tl.constexpr,
-    R: tl.constexpr,
 ):
     """Attention of the token's heads to one block of keys, which are read if they have ended; 0 and
     -inf without any.
@@ -75,16 +72,17 @@ def tile_kernel(
     block = tl.maximum(position + 1 - WINDOW, 0) // SIZE + i
     if chosen_ptr is not None:
         block = tl.load(chosen_ptr + x * tl.num_programs(1) + i).to(tl.int64)
-    s = block * SIZE + tl.arange(0, LP)
-    exists = (s >= 0) & (tl.arange(0, LP) < SIZE) & (s < keys)
+    number = tl.arange(0, padded(SIZE))
+    s = block * SIZE + number
+    exists = (s >= 0) & (number < SIZE) & (s < keys)
     seen = exists & (s > position - WINDOW) & (s * STRIDE + SPAN - 1 <= position)
     row = (x // G * keys + s) * G + x % G
 
-    m = tl.arange(0, R)
+    m = tl.arange(0, padded(M))
     head = x * M + m
     valid = m < M
-    q_tile = load_rows(q_ptr, head, valid, K, KP)
-    k_tile = load_rows(k_ptr, row, seen, K, KP)
+    q_tile = load_rows(q_ptr, head, valid, K)
+    k_tile = load_rows(k_ptr, row, seen, K)
     logits = product(q_tile, tl.trans(k_tile)) * scale2
     logits = tl.where(seen[None, :], logits, float("-inf"))
     if logits_ptr is not None:
@@ -98,9 +96,9 @@ def tile_kernel(
     part = (x * parts + first + i) * M + m
     tl.store(part_lse_ptr + part, top + tl.log2(mass), mask=valid)
     some = tl.where(mass == 0, 1.0, mass)
-    v_tile = load_rows(v_ptr, row, seen, K, KP)
+    v_tile = load_rows(v_ptr, row, seen, K)
     o = product(p.to(v_tile.dtype), v_tile) / some[:, None]
-    store_rows(part_o_ptr, part, valid, o, K, KP)
+    store_rows(part_o_ptr, part, valid, o, K)
 
 
 @triton.jit
@@ -125,7 +123,6 @@ def choose_blocks_kernel(
     COUNT: tl.constexpr,
     INIT: tl.constexpr,
     LOCAL: tl.constexpr,
-    CP: tl.constexpr,
 ):
     """The blocks that the token reads, by their scores or by the mass of compressed keys, each as
     often as it shares a stride with the block.
@@ -134,7 +131,7 @@ def choose_blocks_kernel(
     position = tl.load(position_ptr)
     own = (tl.zeros([1], tl.int64) + position) // BLOCK
     out = tl.zeros([1], tl.int64) + x * COUNT
-    write_forced(chosen_ptr, out, own, own >= 0, COUNT, INIT, LOCAL, CP)
+    write_forced(chosen_ptr, out, own, own >= 0, COUNT, INIT, LOCAL)
     if COUNT > INIT + LOCAL:
         j = tl.arange(0, JP)[None, :]
         free = (j >= INIT) & ((j <= own - LOCAL) & (own >= COUNT))
@@ -169,29 +166,27 @@ def merge_parts_kernel(
     end_1,
     M: tl.constexpr,
     K: tl.constexpr,
-    KP: tl.constexpr,
-    R: tl.constexpr,
 ):
     """The attention of one head: the sum of its branches, each merged, times their gates."""
     head = tl.program_id(0).to(tl.int64)
     x = head // M
     begin = x * parts
     ends = (end_0, end_1, parts)
-    o = tl.zeros([1, KP], tl.float32)
+    o = tl.zeros([1, padded(K)], tl.float32)
     for branch in tl.static_range(3):
         end = x * parts + ends[branch]
-        acc = tl.zeros([1, KP], tl.float32)
+        acc = tl.zeros([1, padded(K)], tl.float32)
         top = tl.full([1], float("-inf"), tl.float32)
         mass = tl.zeros([1], tl.float32)
-        for start in range(begin, end, R):
-            part = start + tl.arange(0, R)
+        for start in range(begin, end, 16):
+            part = start + tl.arange(0, 16)
             row = part * M + head % M
             lse = tl.load(part_lse_ptr + row, mask=part < end, other=float("-inf"))
             new_top = tl.maximum(top, tl.max(lse, 0))
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
             weight = tl.exp2(lse - base)
             shrink = tl.exp2(top - base)
-            part_o = load_rows(part_o_ptr, row, part < end, K, KP)
+            part_o = load_rows(part_o_ptr, row, part < end, K)
             acc = acc * shrink[:, None] + tl.sum(part_o * weight[:, None], 0)[None, :]
             mass = mass * shrink + tl.sum(weight, 0)
             top = new_top
@@ -201,4 +196,4 @@ def merge_parts_kernel(
         o += acc
         begin = end
     row = tl.zeros([1], tl.int64) + head
-    store_rows(o_ptr, row, row >= 0, o, K, KP)
+    store_rows(o_ptr, row, row >= 0, o, K)

@@ -26,7 +26,13 @@ tokens, before       queries of a row, and keys of a row before its first query
 import triton
 import triton.language as tl
 
-from longhaul.sparse.triton.tiles import add_product, load_rows, product, store_rows
+from longhaul.sparse.triton.tiles import (
+    add_product,
+    load_rows,
+    padded,
+    product,
+    store_rows,
+)
 
 # ---- pieces: pairs of one block
 
@@ -59,7 +65,6 @@ def load_keys(
     J,
     G,
     K: tl.constexpr,
-    KP: tl.constexpr,
     LP: tl.constexpr,
 ):
     """(k, v, place of each key, whether it exists) of a bucket's block."""
@@ -69,8 +74,8 @@ def load_keys(
     exists = s < tl.load(entry + 1)
     place = tl.load(entry) + s
     row = place.to(tl.int64) * G + bucket // (J * chunks)
-    k_tile = load_rows(k_ptr, row, exists, K, KP)
-    v_tile = load_rows(v_ptr, row, exists, K, KP)
+    k_tile = load_rows(k_ptr, row, exists, K)
+    v_tile = load_rows(v_ptr, row, exists, K)
     return k_tile, v_tile, place, exists
 
 
@@ -82,12 +87,12 @@ def load_pairs(
     numbers,  # (n, Z, G, tokens, before)
     y0,
     M: tl.constexpr,
-    MP: tl.constexpr,
     R: tl.constexpr,
 ):
     """Of each row: (whether it exists, its row in tensors of queries and among the results of the
     part, the place of its query among the keys). The pairs begin at a sorted position.
     """
+    MP: tl.constexpr = triton.next_power_of_2(M)
     n, Z, G, tokens, before = numbers
     r = tl.arange(0, R)
     m = r % MP
@@ -134,26 +139,25 @@ def pair_forward_kernel(
     scale2,
     # sizes
     M: tl.constexpr,
-    MP: tl.constexpr,
     K: tl.constexpr,
-    KP: tl.constexpr,
     LP: tl.constexpr,
     R: tl.constexpr,
 ):
     """Attention of each pair's rows to the keys of its block, and their log-sum-exp."""
+    QUERIES: tl.constexpr = R // triton.next_power_of_2(M)
     tables = (bucket_ptr, piece_ptr, start_ptr)
-    begin, end, bucket = load_piece(tables, bucket0, buckets, R // MP)
+    begin, end, bucket = load_piece(tables, bucket0, buckets, QUERIES)
     if begin >= end:
         return
 
     pointers = (k_ptr, v_ptr, keys_ptr)
-    block = load_keys(pointers, bucket, chunks, J, G, K, KP, LP)
+    block = load_keys(pointers, bucket, chunks, J, G, K, LP)
     k_tile, v_tile, keys, exists = block
     numbers = (n, Z, G, tokens, before)
-    rows = load_pairs(order_ptr, begin, end, numbers, y0, M, MP, R)
+    rows = load_pairs(order_ptr, begin, end, numbers, y0, M, R)
     valid, query, result, place = rows
 
-    q_tile = load_rows(q_ptr, query, valid, K, KP)
+    q_tile = load_rows(q_ptr, query, valid, K)
     seen = seen_keys(keys, exists, place)
     logits = product(q_tile, tl.trans(k_tile)) * scale2
     logits = tl.where(seen, logits, float("-inf"))
@@ -163,37 +167,19 @@ def pair_forward_kernel(
     mass = tl.where(valid, tl.sum(p, 1), 1.0)
     tl.store(part_lse_ptr + result, top + tl.log2(mass), mask=valid)
     o = product(p.to(v_tile.dtype), v_tile) / mass[:, None]
-    store_rows(part_o_ptr, result, valid, o, K, KP)
+    store_rows(part_o_ptr, result, valid, o, K)
 
 
 # ---- what belongs to queries: results of their pairs, in the order of their slots
 
 
 @triton.jit
-def load_queries(
-    y0,
-    y1,
-    Z,
-    G,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    R: tl.constexpr,
-):
-    """Of each row: (whether it exists, its query in the part, where that has chosen, its head)."""
-    r = tl.arange(0, R)
-    m = r % MP
-    number = tl.program_id(0).to(tl.int64) * (R // MP) + r // MP
-    y = y0 + number
-    return (y < y1) & (m < M), number, y % Z * G + y // Z, m
-
-
-@triton.jit
 def merge_kernel(
     # tensors
-    part_o_ptr,
+    part_ptr,
     part_lse_ptr,
     chosen_ptr,
-    o_ptr,
+    out_ptr,
     lse_ptr,
     # numbers
     y0,
@@ -203,66 +189,47 @@ def merge_kernel(
     G,
     # sizes
     M: tl.constexpr,
-    MP: tl.constexpr,
     K: tl.constexpr,
-    KP: tl.constexpr,
-    R: tl.constexpr,
 ):
-    """o and lse of queries from the results of their pairs; 0 and -inf without a pair.
+    """o and lse of queries from the results of their pairs; 0 and -inf without a pair. Without
+    log-sum-exps dq, the sum over the pairs.
 
     The softmax over all of a query's blocks is the mean of the softmaxes over each of them,
     weighted by their shares of the mass. Their log-sum-exps hold these shares.
     """
-    valid, number, choice, m = load_queries(y0, y1, Z, G, M, MP, R)
-    acc = tl.zeros([R, KP], tl.float32)
+    MP: tl.constexpr = triton.next_power_of_2(M)
+    R: tl.constexpr = padded(M)  # few rows, so that registers hold them
+    r = tl.arange(0, R)
+    m = r % MP
+    number = tl.program_id(0).to(tl.int64) * (R // MP) + r // MP  # of the query in the part
+    y = y0 + number
+    valid = (y < y1) & (m < M)
+    choice = y % Z * G + y // Z
+    acc = tl.zeros([R, padded(K)], tl.float32)
     top = tl.full([R], float("-inf"), tl.float32)
     mass = tl.zeros([R], tl.float32)
     for i in range(n):
         used = tl.load(chosen_ptr + choice * n + i, mask=valid, other=-1) >= 0
         row = (number * n + i) * M + m
-        part = load_rows(part_o_ptr, row, used, K, KP).to(tl.float32)
-        lse = tl.load(part_lse_ptr + row, mask=used, other=float("-inf"))
-        new_top = tl.maximum(top, lse)
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        shrink = tl.exp2(top - base)
-        weight = tl.exp2(lse - base)
-        acc = acc * shrink[:, None] + part * weight[:, None]
-        mass = mass * shrink + weight
-        top = new_top
+        part = load_rows(part_ptr, row, used, K).to(tl.float32)
+        if part_lse_ptr is None:
+            acc += part
+        else:
+            lse = tl.load(part_lse_ptr + row, mask=used, other=float("-inf"))
+            new_top = tl.maximum(top, lse)
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            shrink = tl.exp2(top - base)
+            weight = tl.exp2(lse - base)
+            acc = acc * shrink[:, None] + part * weight[:, None]
+            mass = mass * shrink + weight
+            top = new_top
 
-    some = tl.where(top == float("-inf"), 1.0, mass)
-    store_rows(o_ptr, choice * M + m, valid, acc / some[:, None], K, KP)
-    lse = (top + tl.log2(some)) * 0.6931471805599453
-    tl.store(lse_ptr + choice * M + m, lse, mask=valid)
-
-
-@triton.jit
-def merge_dq_kernel(
-    # tensors
-    part_dq_ptr,
-    chosen_ptr,
-    dq_ptr,
-    # numbers
-    y0,
-    y1,
-    n,
-    Z,
-    G,
-    # sizes
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    R: tl.constexpr,
-):
-    """dq of queries: the sum over their pairs."""
-    valid, number, choice, m = load_queries(y0, y1, Z, G, M, MP, R)
-    dq = tl.zeros([R, KP], tl.float32)
-    for i in range(n):
-        used = tl.load(chosen_ptr + choice * n + i, mask=valid, other=-1) >= 0
-        row = (number * n + i) * M + m
-        dq += load_rows(part_dq_ptr, row, used, K, KP).to(tl.float32)
-    store_rows(dq_ptr, choice * M + m, valid, dq, K, KP)
+    if part_lse_ptr is not None:
+        some = tl.where(top == float("-inf"), 1.0, mass)
+        acc /= some[:, None]
+        lse = (top + tl.log2(some)) * 0.6931471805599453
+        tl.store(lse_ptr + choice * M + m, lse, mask=valid)
+    store_rows(out_ptr, choice * M + m, valid, acc, K)
 
 
 # ---- backward: with p = exp(logit - lse) and delta = do . o,
@@ -280,14 +247,13 @@ def delta_kernel(
     rows,
     # sizes
     K: tl.constexpr,
-    KP: tl.constexpr,
     R: tl.constexpr,
 ):
     """delta = do . o of each row, fp32."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     valid = row < rows
-    do = load_rows(do_ptr, row, valid, K, KP).to(tl.float32)
-    o = load_rows(o_ptr, row, valid, K, KP).to(tl.float32)
+    do = load_rows(do_ptr, row, valid, K).to(tl.float32)
+    o = load_rows(o_ptr, row, valid, K).to(tl.float32)
     tl.store(delta_ptr + row, tl.sum(do * o, 1), mask=valid)
 
 
@@ -324,9 +290,7 @@ def pair_backward_kernel(
     scale2,
     # sizes
     M: tl.constexpr,
-    MP: tl.constexpr,
     K: tl.constexpr,
-    KP: tl.constexpr,
     LP: tl.constexpr,
     R: tl.constexpr,
     SIZE: tl.constexpr,
@@ -336,22 +300,23 @@ def pair_backward_kernel(
     A popular block has far more pairs than others. Cut into segments, they run in parallel, and
     segment_sum_kernel adds the shares.
     """
+    QUERIES: tl.constexpr = R // triton.next_power_of_2(M)
     tables = (bucket_ptr, piece_ptr, start_ptr)
     begin, end, bucket = load_piece(tables, bucket0, buckets, SIZE)
     if begin >= end:
         return
 
     pointers = (k_ptr, v_ptr, keys_ptr)
-    block = load_keys(pointers, bucket, chunks, J, G, K, KP, LP)
+    block = load_keys(pointers, bucket, chunks, J, G, K, LP)
     k_tile, v_tile, keys, exists = block
     numbers = (n, Z, G, tokens, before)
-    dk = tl.zeros([LP, KP], tl.float32)
-    dv = tl.zeros([LP, KP], tl.float32)
-    for position in range(begin, end, R // MP):
-        rows = load_pairs(order_ptr, position, end, numbers, y0, M, MP, R)
+    dk = tl.zeros([LP, padded(K)], tl.float32)
+    dv = tl.zeros([LP, padded(K)], tl.float32)
+    for position in range(begin, end, QUERIES):
+        rows = load_pairs(order_ptr, position, end, numbers, y0, M, R)
         valid, query, result, place = rows
-        q_tile = load_rows(q_ptr, query, valid, K, KP)
-        do_tile = load_rows(do_ptr, query, valid, K, KP)
+        q_tile = load_rows(q_ptr, query, valid, K)
+        do_tile = load_rows(do_ptr, query, valid, K)
         lse = tl.load(lse_ptr + query, mask=valid, other=float("inf"))  # p = 0 without a query
         delta = tl.load(delta_ptr + query, mask=valid, other=0.0)
 
@@ -362,11 +327,11 @@ def pair_backward_kernel(
         dp = product(do_tile, tl.trans(v_tile))
         ds = (p * (dp - delta[:, None]) * scale).to(v_tile.dtype)
         dk = add_product(tl.trans(ds), q_tile, dk)
-        store_rows(part_dq_ptr, result, valid, product(ds, k_tile), K, KP)
+        store_rows(part_dq_ptr, result, valid, product(ds, k_tile), K)
 
     row = tl.program_id(0).to(tl.int64) * LP + tl.arange(0, LP)
-    store_rows(segment_dk_ptr, row, exists, dk, K, KP)
-    store_rows(segment_dv_ptr, row, exists, dv, K, KP)
+    store_rows(segment_dk_ptr, row, exists, dk, K)
+    store_rows(segment_dv_ptr, row, exists, dv, K)
 
 
 @triton.jit
@@ -385,7 +350,6 @@ def segment_sum_kernel(
     rows,  # of keys
     # sizes
     K: tl.constexpr,
-    KP: tl.constexpr,
     LP: tl.constexpr,
     FILL: tl.constexpr,
 ):
@@ -400,10 +364,10 @@ def segment_sum_kernel(
     s = tl.arange(0, LP)
     exists = s < tl.load(entry + 1)
     row = (which * rows + tl.load(entry) + s) * heads + head
-    total = tl.zeros([LP, KP], tl.float32)
+    total = tl.zeros([LP, padded(K)], tl.float32)
     if not FILL:
-        total = load_rows(sums_ptr, row, exists, K, KP)
+        total = load_rows(sums_ptr, row, exists, K)
     for number in range(segment, end):
         place = (which * most + number) * LP + s
-        total += load_rows(segments_ptr, place, exists, K, KP)
-    store_rows(sums_ptr, row, exists, total, K, KP)
+        total += load_rows(segments_ptr, place, exists, K)
+    store_rows(sums_ptr, row, exists, total, K)

@@ -49,8 +49,8 @@ from longhaul.sparse.triton.nsa_kernels import (
 from longhaul.sparse.triton.tiles import (
     ceil_div,
     count_to,
+    cut_documents,
     launch,
-    padded,
     require,
     shared_memory,
     tile_sizes,
@@ -82,7 +82,6 @@ class Call:
         self.cfg = cfg
         self.tile = tile_sizes(self.K, q_BTHK.element_size(), shared_memory(q_BTHK.device))
         self.rows = max(self.tile.rows, self.MP)
-        self.head_dim = {"K": self.K, "KP": padded(self.K)}
 
         documents = sparse_documents(cu_seqlens, T, N, self.cfg) * B
         self.tokens = [tokens.stop - tokens.start for tokens, _ in documents]
@@ -105,10 +104,7 @@ class Call:
         """int32 [tiles, 4] as load_tile reads them: a tile lies inside one document."""
         size = self.rows // self.MP
         start_D, first_D, tokens_D, _ = self.tables
-        number_D = (tokens_D + (size - 1)) // size
-        total = sum(ceil_div(tokens, size) for tokens in self.tokens)
-        document = torch.arange(len(self.tokens)).repeat_interleave(number_D, output_size=total)
-        x = (torch.arange(total) - (number_D.cumsum(0) - number_D)[document]) * size
+        document, x, _ = cut_documents(self.tokens, size)
         tiles = [start_D[document], x, tokens_D[document], first_D[document]]
         return upload(torch.stack(tiles, 1).int(), self.device)
 
@@ -173,7 +169,7 @@ class Call:
             G=unfolded_ZhK.shape[1] // self.M,
             STRIDE=self.cfg.cmp_stride,
             M=self.M,
-            **self.head_dim,
+            K=self.K,
             R=ROWS,
             FOLD=fold,
         )
@@ -248,11 +244,6 @@ def choose(
     heads = min(call.G, max(1, most // len(tiles)))
     width = triton.next_power_of_2(columns)
     at_once = min(queries, max(1, CHOICE_NUMBERS // width))
-    chosen = {
-        "COUNT": cfg.sel_count,
-        "INIT": cfg.sel_init,
-        "LOCAL": cfg.sel_local,
-    }
     for start in range(0, call.G, heads):
         group = HeadGroup(start, min(start + heads, call.G), call.M)
         for some in tiles.split(most):
@@ -261,7 +252,10 @@ def choose(
                 "tile_ptr": some,
                 "columns": columns,
                 "G": call.G,
-                **chosen,
+                "BLOCK": cfg.sel_block,
+                "COUNT": cfg.sel_count,
+                "INIT": cfg.sel_init,
+                "LOCAL": cfg.sel_local,
             }
             if cfg.free > 0:
                 launch(
@@ -274,14 +268,11 @@ def choose(
                     H=call.H,
                     N=lse_cmp.shape[1],
                     M=call.M,
-                    MP=call.MP,
-                    **call.head_dim,
+                    K=call.K,
                     R=call.rows,
                     JB=call.tile.blocks,
                     STRIDE=cfg.cmp_stride,
                     SPAN=cfg.cmp_block,
-                    PER=cfg.per,
-                    SPREAD=cfg.spread,
                     WEIGHTS=stride_weights(cfg),
                     **shared,
                 )
@@ -292,8 +283,6 @@ def choose(
                 PARTS=queries // at_once,
                 Q=at_once,
                 JP=width,
-                BLOCK=cfg.sel_block,
-                CP=triton.next_power_of_2(cfg.sel_count),
                 **shared,
             )
 
@@ -335,7 +324,7 @@ def forward(
                 rows=o_win.shape[0] * o_win.shape[1],
                 H=call.H,
                 heads=o_win.shape[1],
-                **call.head_dim,
+                K=call.K,
                 R=ROWS,
             )
 
@@ -381,7 +370,7 @@ def group_backward(
     of_rows = group.queries(saved.lse_slc), dgate_slc * gate_slc
     rows = (do.shape[0], -1)  # of the batch
     dq, dk, dv = blocks.backward(
-        *(x.unflatten(0, rows).contiguous() for x in (*selected, *of_rows)),
+        *(x.unflatten(0, rows) for x in (*selected, *of_rows)),
         cu_seqlens,
         call.cfg.sel_block,
     )

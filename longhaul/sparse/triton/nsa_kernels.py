@@ -3,7 +3,7 @@ blocks, folding, and the sum of the branches. nsa.py launches them and says how 
 tiles.py has what all kernels share.
 
 Letters: Z tokens of all rows of the batch, H query heads, G KV heads, M = H/G, K head dim, N
-compressed keys of all rows. MP and KP are M and K padded to powers of two. t, s and j are a token,
+compressed keys of all rows. t, s and j are a token,
 a compressed key and a block counted inside their document. Key s is visible to token t if it has
 ended: s*STRIDE + SPAN - 1 <= t, where STRIDE is cmp_stride and SPAN is cmp_block.
 """
@@ -11,7 +11,7 @@ ended: s*STRIDE + SPAN - 1 <= t, where STRIDE is cmp_stride and SPAN is cmp_bloc
 import triton
 import triton.language as tl
 
-from longhaul.sparse.triton.tiles import load_rows, product, store_rows
+from longhaul.sparse.triton.tiles import load_rows, padded, product, store_rows
 
 # ---- choice of blocks
 
@@ -44,18 +44,15 @@ def importance_kernel(
     columns,
     # sizes of heads and tiles
     M: tl.constexpr,
-    MP: tl.constexpr,
     K: tl.constexpr,
-    KP: tl.constexpr,
     R: tl.constexpr,
     JB: tl.constexpr,  # blocks of a step
     # compressed keys
     STRIDE: tl.constexpr,
     SPAN: tl.constexpr,
-    PER: tl.constexpr,  # strides of a selection block
-    SPREAD: tl.constexpr,  # strides of a compressed block
     WEIGHTS: tl.constexpr,  # strides that the compressed key at each offset shares with the block
     # what is chosen
+    BLOCK: tl.constexpr,  # tokens of a block
     COUNT: tl.constexpr,
     INIT: tl.constexpr,
     LOCAL: tl.constexpr,
@@ -71,8 +68,10 @@ def importance_kernel(
     g = tl.program_id(1)
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     token, x, tokens, key = load_tile(tile_ptr, index)
+    MP: tl.constexpr = triton.next_power_of_2(M)
     Q: tl.constexpr = R // MP
-    BLOCK: tl.constexpr = PER * STRIDE  # tokens
+    PER: tl.constexpr = BLOCK // STRIDE  # strides of a selection block
+    SPREAD: tl.constexpr = SPAN // STRIDE  # strides of a compressed block
     last = tl.minimum(x + Q, tokens) - 1
     if last < COUNT * BLOCK:
         return
@@ -81,7 +80,7 @@ def importance_kernel(
     t = x + r // MP
     m = r % MP
     valid = (t < tokens) & (m < M)
-    q_tile = load_rows(q_ptr, (token + t).to(tl.int64) * H + g * M + m, valid, K, KP)
+    q_tile = load_rows(q_ptr, (token + t).to(tl.int64) * H + g * M + m, valid, K)
     later = tl.maximum(t - (SPAN - 1), 0)  # the token's line and its residue
     row = ((g * STRIDE + later % STRIDE) * M + m).to(tl.int64) * N + key + later // STRIDE
     lse = tl.load(lse_ptr + row, mask=valid & (t >= SPAN - 1), other=float("inf"))
@@ -95,7 +94,7 @@ def importance_kernel(
         for offset in tl.static_range(PER + SPREAD - 1):
             s = j * PER + (offset - SPREAD + 1)
             k_row = (key + s).to(tl.int64) * G + g
-            k_tile = load_rows(k_ptr, k_row, (s >= 0) & (s < ended), K, KP)
+            k_tile = load_rows(k_ptr, k_row, (s >= 0) & (s < ended), K)
             logit = product(q_tile, tl.trans(k_tile)) * scale2
             visible = (s >= 0)[None, :] & (s[None, :] * STRIDE + SPAN - 1 <= t[:, None])
             exponent = tl.where(visible, logit - lse[:, None], float("-inf"))
@@ -145,13 +144,12 @@ def write_forced(
     COUNT: tl.constexpr,
     INIT: tl.constexpr,
     LOCAL: tl.constexpr,
-    CP: tl.constexpr,
 ):
     """Writes the forced blocks: the first INIT, then the LOCAL last. A query with at most COUNT
     blocks reads all of them; -1 = unused.
     """
     FORCED: tl.constexpr = INIT + LOCAL
-    p = tl.arange(0, CP)[None, :]
+    p = tl.arange(0, triton.next_power_of_2(COUNT))[None, :]
     block = tl.where(p < INIT, p, own[:, None] + p - (FORCED - 1))
     used = tl.where(p < INIT, p <= own[:, None], block >= INIT)
     block = tl.where(p < FORCED, block, p - LOCAL)
@@ -210,7 +208,6 @@ def choose_kernel(
     COUNT: tl.constexpr,
     INIT: tl.constexpr,
     LOCAL: tl.constexpr,
-    CP: tl.constexpr,  # COUNT padded to a power of two
 ):
     """The blocks that each query of a tile reads."""
     g = tl.program_id(1)
@@ -219,7 +216,7 @@ def choose_kernel(
     exists = query < tokens
     own = query // BLOCK
     out = ((token + query).to(tl.int64) * G + g) * COUNT
-    write_forced(idx_ptr, out, own, exists, COUNT, INIT, LOCAL, CP)
+    write_forced(idx_ptr, out, own, exists, COUNT, INIT, LOCAL)
     if COUNT > INIT + LOCAL:
         j = tl.arange(0, JP)[None, :]
         between = (j >= INIT) & (j <= own[:, None] - LOCAL)
@@ -247,7 +244,6 @@ def move_kernel(
     STRIDE: tl.constexpr,
     M: tl.constexpr,
     K: tl.constexpr,
-    KP: tl.constexpr,
     R: tl.constexpr,
     FOLD: tl.constexpr,
 ):
@@ -269,7 +265,7 @@ def move_kernel(
         folded = (place // STRIDE * G + row // M % G) * STRIDE + place % STRIDE
         source = folded * M + m
         target = token * heads + row % (M * G)
-    store_rows(out_ptr, target, valid, load_rows(x_ptr, source, exists, K, KP), K, KP)
+    store_rows(out_ptr, target, valid, load_rows(x_ptr, source, exists, K), K)
 
 
 @triton.jit
@@ -286,7 +282,6 @@ def combine_kernel(
     heads,
     # sizes
     K: tl.constexpr,
-    KP: tl.constexpr,
     R: tl.constexpr,
 ):
     """o = g_cmp o_cmp + g_slc o_slc + g_win o_win."""
@@ -295,9 +290,9 @@ def combine_kernel(
     row = r // heads * H + r % heads
     branches = (cmp_ptr, slc_ptr, win_ptr)
     row_of_branch = (row, row, r)
-    o = tl.zeros([R, KP], tl.float32)
+    o = tl.zeros([R, padded(K)], tl.float32)
     for branch in tl.static_range(3):
         gate = tl.load(gate_ptr + row * 3 + branch, mask=valid, other=0.0)
-        part = load_rows(branches[branch], row_of_branch[branch], valid, K, KP)
+        part = load_rows(branches[branch], row_of_branch[branch], valid, K)
         o += gate.to(tl.float32)[:, None] * part.to(tl.float32)
-    store_rows(o_ptr, row, valid, o, K, KP)
+    store_rows(o_ptr, row, valid, o, K)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from base.machine import platform
+from base.machine import cudnn_attention, cudnn_attention_backward, platform
 from longhaul.sparse.tiles import BackwardInputs, Buffers, tile_backward, tile_forward
 
 PIECE_LOGITS = 2**24  # logits that exist at once where neither kernel runs: 64 MiB in fp32
@@ -44,6 +44,29 @@ class Lines(NamedTuple):
     window: int | None  # keys that a line sees, its own included; None: all up to its own
     whole_rows: bool  # whether every row of the batch is one document
 
+    def take_cudnn(self, q: Tensor) -> bool:
+        if not self.whole_rows or self.window is not None:
+            return False
+        return platform().prefers_cudnn(q)
+
+    def by_row(self, x_CE: Tensor) -> Tensor:
+        """[rows of the batch, lines of a row, heads, ...], a view."""
+        return x_CE.unflatten(0, (len(self.counts), -1))
+
+    def as_flash_says(self) -> dict:
+        """What both operators of flash attention are told of the lines."""
+        longest = max(self.counts)
+        return {
+            "cum_seq_q": self.end_D1,
+            "cum_seq_k": self.end_D1,
+            "max_q": longest,
+            "max_k": longest,
+            "dropout_p": 0.0,
+            "is_causal": self.window is None,
+            "window_size_left": -1 if self.window is None else self.window - 1,
+            "window_size_right": 0,
+        }
+
 
 def attend(
     lines: Lines,
@@ -52,13 +75,17 @@ def attend(
     v_CGK: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """(o_CEK, lse_EC) of every line: natural log-sum-exp in fp32."""
+    qkv = q_CEK, k_CGK, v_CGK
     if len(q_CEK) == 0:
         return torch.empty_like(q_CEK), q_CEK.new_empty((q_CEK.shape[1], 0), dtype=torch.float32)
-    if _takes_cudnn(lines, q_CEK):
-        return _cudnn_forward(lines, q_CEK, k_CGK, v_CGK)
+    if lines.take_cudnn(q_CEK):
+        o_BCEK, lse_BEC = cudnn_attention(*map(lines.by_row, qkv), causal=True)
+        return o_BCEK.flatten(0, 1).contiguous(), lse_BEC.transpose(0, 1).flatten(1)
     if platform().takes_flash(q_CEK):
-        return _flash_forward(lines, q_CEK, k_CGK, v_CGK)
-    return _pieces_forward(lines, q_CEK, k_CGK, v_CGK)
+        forward = torch.ops.aten._flash_attention_forward
+        o_CEK, lse_EC, *_ = forward(*qkv, return_debug_mask=False, **lines.as_flash_says())
+        return o_CEK, lse_EC
+    return _pieces_forward(lines, *qkv)
 
 
 def attend_backward(
@@ -71,160 +98,33 @@ def attend_backward(
     lse_EC: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq_CEK, dk_CGK, dv_CGK) of `attend`."""
+    given = do_CEK, q_CEK, k_CGK, v_CGK, o_CEK
     if len(q_CEK) == 0:
         return torch.empty_like(q_CEK), torch.empty_like(k_CGK), torch.empty_like(v_CGK)
-    if _takes_cudnn(lines, q_CEK):
-        return _cudnn_backward(
-            lines,
-            do_CEK,
-            q_CEK,
-            k_CGK,
-            v_CGK,
-            o_CEK,
-            lse_EC,
-        )
+    if lines.take_cudnn(q_CEK):
+        lse_BEC = lines.by_row(lse_EC.T).transpose(1, 2)
+        grads = cudnn_attention_backward(*map(lines.by_row, given), lse_BEC, causal=True)
+        dq, dk, dv = (x.flatten(0, 1).contiguous() for x in grads)
+        return dq, dk, dv
     if platform().takes_flash(q_CEK):
-        return _flash_backward(lines, do_CEK, q_CEK, k_CGK, v_CGK, o_CEK, lse_EC)
-    return _pieces_backward(lines, do_CEK, q_CEK, k_CGK, v_CGK, o_CEK, lse_EC)
-
-
-def _takes_cudnn(lines: Lines, q: Tensor) -> bool:
-    if not lines.whole_rows or lines.window is not None:
-        return False
-    return platform().prefers_cudnn(q)
-
-
-# ---- cuDNN: whole rows
-
-
-def _by_row(x_CEK: Tensor, rows: int) -> Tensor:
-    """[rows of the batch, heads, lines of a row, K], as a view."""
-    return x_CEK.unflatten(0, (rows, -1)).transpose(1, 2)
-
-
-def _from_rows(x_BECK: Tensor) -> Tensor:
-    """The reverse; no copy if the kernel kept the layout of its inputs."""
-    return x_BECK.transpose(1, 2).flatten(0, 1).contiguous()
-
-
-def _cudnn_forward(
-    lines: Lines,
-    q_CEK: Tensor,
-    k_CGK: Tensor,
-    v_CGK: Tensor,
-) -> tuple[Tensor, Tensor]:
-    rows = len(lines.counts)
-    q, k, v = (_by_row(x, rows) for x in (q_CEK, k_CGK, v_CGK))
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q,
-        k,
-        v,
-        attn_bias=None,
-        compute_log_sumexp=True,
-        is_causal=True,
-    )
-    lse_EBC = lse.view(lse.shape[:3]).transpose(0, 1)  # it is [B, E, lines of a row, 1]
-    return _from_rows(o), lse_EBC.flatten(1)
-
-
-def _cudnn_backward(
-    lines: Lines,
-    do_CEK: Tensor,
-    q_CEK: Tensor,
-    k_CGK: Tensor,
-    v_CGK: Tensor,
-    o_CEK: Tensor,
-    lse_EC: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = len(lines.counts)
-    do, q, k, v, o = (_by_row(x, rows) for x in (do_CEK, q_CEK, k_CGK, v_CGK, o_CEK))
-    lse_BEC = lse_EC.unflatten(1, (rows, -1)).transpose(0, 1).contiguous()
-    unread = q.new_empty((), dtype=torch.int64)  # the state of dropout
-    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        do,
-        q,
-        k,
-        v,
-        o,
-        lse_BEC[..., None],
-        philox_seed=unread,
-        philox_offset=unread,
-        attn_bias=None,
-        cum_seq_q=None,
-        cum_seq_k=None,
-        max_q=q.shape[2],
-        max_k=k.shape[2],
-        dropout_p=0.0,
-        is_causal=True,
-    )
-    dq, dk, dv = (_from_rows(x) for x in grads)
-    return dq, dk, dv
-
-
-# ---- flash attention: all documents
-
-
-def _flash_forward(
-    lines: Lines,
-    q_CEK: Tensor,
-    k_CGK: Tensor,
-    v_CGK: Tensor,
-) -> tuple[Tensor, Tensor]:
-    longest = max(lines.counts)
-    o_CEK, lse_EC, *_ = torch.ops.aten._flash_attention_forward(
-        q_CEK,
-        k_CGK,
-        v_CGK,
-        lines.end_D1,
-        lines.end_D1,
-        longest,
-        longest,
-        0.0,
-        is_causal=lines.window is None,
-        return_debug_mask=False,
-        window_size_left=-1 if lines.window is None else lines.window - 1,
-        window_size_right=0,
-    )
-    return o_CEK, lse_EC
-
-
-def _flash_backward(
-    lines: Lines,
-    do_CEK: Tensor,
-    q_CEK: Tensor,
-    k_CGK: Tensor,
-    v_CGK: Tensor,
-    o_CEK: Tensor,
-    lse_EC: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    longest = max(lines.counts)
-    unread = q_CEK.new_empty(2, dtype=torch.uint64)  # the state of dropout
-    return torch.ops.aten._flash_attention_backward(
-        do_CEK,
-        q_CEK,
-        k_CGK,
-        v_CGK,
-        o_CEK,
-        lse_EC,
-        lines.end_D1,
-        lines.end_D1,
-        longest,
-        longest,
-        0.0,
-        is_causal=lines.window is None,
-        rng_state=unread,
-        unused=unread,
-        window_size_left=-1 if lines.window is None else lines.window - 1,
-        window_size_right=0,
-    )
+        unread = q_CEK.new_empty(2, dtype=torch.uint64)  # the state of dropout
+        backward = torch.ops.aten._flash_attention_backward
+        options = lines.as_flash_says()
+        return backward(*given, lse_EC, rng_state=unread, unused=unread, **options)
+    return _pieces_backward(lines, *given, lse_EC)
 
 
 # ---- a few lines at a time
 
 
-def _pieces(lines: Lines, q_CEK: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(queries, keys, which keys a query does not see) of each step."""
-    E = q_CEK.shape[1]
+def _pieces(
+    lines: Lines,
+    q_CEK: Tensor,
+    k_CGK: Tensor,
+    v_CGK: Tensor,
+) -> Iterator[tuple[slice, slice, list[Tensor], Tensor]]:
+    """(queries, keys, (k, v) [G, S, K], which keys a row does not see) of each step."""
+    E, G = q_CEK.shape[1], k_CGK.shape[1]
     first = 0
     for count in lines.counts:
         window = count if lines.window is None else min(lines.window, count)
@@ -235,7 +135,9 @@ def _pieces(lines: Lines, q_CEK: Tensor) -> Iterator[tuple[slice, slice, Tensor]
             query = torch.arange(x, y, device=q_CEK.device)[:, None]
             key = torch.arange(low, y, device=q_CEK.device)
             hidden = (key > query) | (key <= query - window)
-            yield slice(first + x, first + y), slice(first + low, first + y), hidden
+            keys = slice(first + low, first + y)
+            kv = [x_CGK[keys].transpose(0, 1) for x_CGK in (k_CGK, v_CGK)]
+            yield slice(first + x, first + y), keys, kv, hidden.repeat_interleave(E // G, 0)
         first += count
 
 
@@ -244,9 +146,9 @@ def _rows(x_CE_: Tensor, G: int) -> Tensor:
     return x_CE_.unflatten(1, (G, -1)).transpose(0, 1).flatten(1, 2)
 
 
-def _lines(x_GR_: Tensor, count: int) -> Tensor:
-    """The reverse [lines, heads, ...]."""
-    return x_GR_.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
+def _lines(x_GR_: Tensor, heads: int) -> Tensor:
+    """The reverse [lines, heads, ...], of so many heads of each KV head."""
+    return x_GR_.unflatten(1, (-1, heads)).transpose(0, 1).flatten(1, 2)
 
 
 def _pieces_forward(
@@ -260,12 +162,10 @@ def _pieces_forward(
     o_CEK = torch.empty_like(q_CEK)
     lse_EC = q_CEK.new_empty((E, C), dtype=torch.float32)
     buffers = Buffers(q_CEK)
-    for queries, keys, hidden in _pieces(lines, q_CEK):
-        kv = [x[keys].transpose(0, 1) for x in (k_CGK, v_CGK)]
-        hidden_RS = hidden.repeat_interleave(E // G, 0)
+    for queries, _, kv, hidden_RS in _pieces(lines, q_CEK, k_CGK, v_CGK):
         o_GRK, lse_GR = tile_forward(_rows(q_CEK[queries], G), *kv, buffers, hidden_RS)
-        o_CEK[queries] = _lines(o_GRK, len(hidden))
-        lse_EC[:, queries] = _lines(lse_GR, len(hidden)).T
+        o_CEK[queries] = _lines(o_GRK, E // G)
+        lse_EC[:, queries] = _lines(lse_GR, E // G).T
     return o_CEK, lse_EC
 
 
@@ -284,15 +184,13 @@ def _pieces_backward(
     dk_CGK = torch.zeros_like(k_CGK, dtype=torch.float32)
     dv_CGK = torch.zeros_like(v_CGK, dtype=torch.float32)
     buffers = Buffers(q_CEK)
-    for queries, keys, hidden in _pieces(lines, q_CEK):
+    for queries, keys, kv, hidden_RS in _pieces(lines, q_CEK, k_CGK, v_CGK):
         do = do_CEK[queries]
         delta = (do.float() * o_CEK[queries]).sum(-1)
         inputs = q_CEK[queries], do, lse_EC.T[queries], delta
         inputs = BackwardInputs(*(_rows(x, G) for x in inputs))
-        kv = [x[keys].transpose(0, 1) for x in (k_CGK, v_CGK)]
-        hidden_RS = hidden.repeat_interleave(E // G, 0)
         dq_GRK, dk_GSK, dv_GSK = tile_backward(inputs, *kv, buffers, hidden_RS)
-        dq_CEK[queries] = _lines(dq_GRK, len(hidden)) * K**-0.5
+        dq_CEK[queries] = _lines(dq_GRK, E // G) * K**-0.5
         dk_CGK[keys] += dk_GSK.transpose(0, 1) * K**-0.5
         dv_CGK[keys] += dv_GSK.transpose(0, 1)
     return dq_CEK, dk_CGK.to(k_CGK.dtype), dv_CGK.to(v_CGK.dtype)

@@ -30,36 +30,51 @@ REMEDY = 'use PyTorch\'s operators, --kernels torch or kernels="torch"'
 # ---- helpers of kernels
 
 
+@triton.constexpr_function
+def padded(size):
+    """The next power of two, at least 16."""
+    return max(16, triton.next_power_of_2(size))
+
+
 @triton.jit
-def row_mask(valid, K: tl.constexpr, KP: tl.constexpr):
-    """[rows, KP]: valid rows, without the columns past K."""
+def row_numbers(
+    row,
+    valid,
+    K: tl.constexpr,
+):
+    """Where the numbers [rows, KP] of a tensor [..., K] are, and which of them exist: those of
+    valid rows, without the columns past K.
+    """
+    k = tl.arange(0, padded(K))
     mask = valid[:, None]
-    if K != KP:
-        k = tl.arange(0, KP)
+    if K != padded(K):
         mask = mask & (k < K)[None, :]
-    return mask
+    return row[:, None] * K + k[None, :], mask
 
 
 @triton.jit
-def load_rows(ptr, row, valid, K: tl.constexpr, KP: tl.constexpr):
+def load_rows(
+    ptr,
+    row,
+    valid,
+    K: tl.constexpr,
+):
     """[rows, KP] of a tensor [..., K]; invalid rows and columns past K are 0."""
-    k = tl.arange(0, KP)
-    return tl.load(
-        ptr + row[:, None] * K + k[None, :],
-        mask=row_mask(valid, K, KP),
-        other=0.0,
-    )
+    number, mask = row_numbers(row, valid, K)
+    return tl.load(ptr + number, mask=mask, other=0.0)
 
 
 @triton.jit
-def store_rows(ptr, row, valid, x, K: tl.constexpr, KP: tl.constexpr):
+def store_rows(
+    ptr,
+    row,
+    valid,
+    x,
+    K: tl.constexpr,
+):
     """Stores the valid rows of x [rows, KP] in the dtype of the tensor."""
-    k = tl.arange(0, KP)
-    tl.store(
-        ptr + row[:, None] * K + k[None, :],
-        x.to(ptr.dtype.element_ty),
-        mask=row_mask(valid, K, KP),
-    )
+    number, mask = row_numbers(row, valid, K)
+    tl.store(ptr + number, x.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -69,7 +84,11 @@ def product(a, b):
 
 
 @triton.jit
-def add_product(a, b, total):
+def add_product(
+    a,
+    b,
+    total,
+):
     """a b + total in fp32."""
     return tl.dot(a, b, total, input_precision="tf32x3")
 
@@ -90,7 +109,11 @@ class TileSizes(NamedTuple):
     segment_rows: int = 2048  # rows of a segment in the backward
 
 
-def tile_sizes(K: int, itemsize: int, shared: int) -> TileSizes:
+def tile_sizes(
+    K: int,
+    itemsize: int,
+    shared: int,
+) -> TileSizes:
     """Tiles that fit `shared` bytes of shared memory: 99 KiB on the smallest cards. Products of two
     warp groups, which only cards with 227 KiB have, want 128 rows (tests/kernel_resources.py).
     """
@@ -119,12 +142,10 @@ def tile_sizes(K: int, itemsize: int, shared: int) -> TileSizes:
     )
 
 
-def padded(size: int) -> int:
-    """The next power of two, at least 16."""
-    return max(16, triton.next_power_of_2(size))
-
-
-def supported(dtype: torch.dtype, device: torch.device) -> bool:
+def supported(
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
     """Whether the kernels run on tensors of this dtype on this device."""
     if dtype not in DTYPES:
         return False
@@ -217,6 +238,21 @@ def require(
 def ceil_div(count: int, size: int) -> int:
     """How many groups of `size` hold `count` items."""
     return -(-count // size)
+
+
+def cut_documents(
+    counts: list[int],
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cuts each document into pieces of at most `size`: (document of each piece, what of the
+    document lies before it, first piece of each document), on the host.
+    """
+    pieces = [ceil_div(count, size) for count in counts]
+    pieces_D = torch.tensor(pieces)
+    first_D = pieces_D.cumsum(0) - pieces_D
+    total = sum(pieces)
+    document_P = torch.arange(len(counts)).repeat_interleave(pieces_D, output_size=total)
+    return document_P, (torch.arange(total) - first_D[document_P]) * size, first_D
 
 
 def upload(on_host: Tensor, device: torch.device) -> Tensor:

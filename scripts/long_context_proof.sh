@@ -147,14 +147,14 @@ convert() {  # sparse and indexed attention of 1,024 tokens answer as the model 
     done
 }
 
-read_text() {  # proof 2: text of the embedded corpus is read better after 256 tokens than after 128
+read_text() {  # proof 2: text of the embedded corpus is read better after 128 tokens than after 64
     dataset data-text python -m data.prepare --vocab_size 512 --max_bytes "${TEXT_BYTES:-10000000}" --val_fraction 0.15
     part text python train.py --output_dir "$out/text" --data "$out/data-text" --model_size tiny --vocab_size 512 --rope_theta 1e4 \
         --model_overrides hidden_size=128 num_layers=2 num_heads=2 num_kv_heads=2 head_dim=64 ffn_size=256 tie_embeddings=false \
         --context_length 256 --batch_size 8 --optimizer muon --lr 6e-3 --adam beta2=0.98 --weight_decay 0 --warmup_steps 50 \
         --schedule wsd:0.4 --max_steps "$text" --dtype fp32 --device cpu --eval_every 0 --save_every 1000 \
         --seed "$seed"
-    evaluate text text-gain --evals gain --batches 300
+    evaluate text text-gain --evals gain --batches 300 --context_length 128
 }
 
 for seed in $seeds; do

@@ -58,8 +58,8 @@ RETRIEVAL = (
 
 # The gain of this context over the short one must not be 0 by chance.
 GAIN = "text-gain"
-SHORT = 128
-CONTEXT = 256
+SHORT = 64
+CONTEXT = 128
 
 # PROOF=convert: the last ones are held to the first ones, of standard attention.
 CONVERTED = tuple(

@@ -90,7 +90,7 @@ elif "retrieval" in words:
     (folder / "eval.json").write_text(json.dumps({{"retrieval": record}}))
 elif "gain" in words:
     figures = {{"gain": 0.01, "interval": [0.005, 0.015], "documents": 27}}
-    found = {{"short": 128, "context": 256, "all": figures}}
+    found = {{"short": 64, "context": 128, "all": figures}}
     (folder / "eval.json").write_text(json.dumps({{"gain": {{"data": found}}}}))
 '''
 
@@ -247,7 +247,7 @@ def write_proof(folder: Path, seed: int, tokens: int | None = None, **figures):
     write_gain(folder, seed)
 
 
-def write_gain(folder: Path, seed: int, gain: float = 0.01, short: int = 128, context: int = 256):
+def write_gain(folder: Path, seed: int, gain: float = 0.01, short: int = 64, context: int = 128):
     figures = {"gain": gain, "interval": [gain - 0.005, gain + 0.005], "documents": 27}
     found = {"short": short, "context": context, "all": figures, "far_copies": figures}
     write(folder, seed, proof_figures.GAIN, {"gain": {"data": found}})
@@ -305,7 +305,7 @@ def test_each_figure_is_held_to_its_bar_at_the_length_of_the_bar(figures, names,
 @pytest.mark.parametrize(
     "gain", [{"gain": 0.005}, {"gain": -0.01}, {"short": 32}, {"context": 512}]
 )
-def test_a_gain_must_be_that_of_256_tokens_over_128_and_not_0_by_chance(gain, tmp_path):
+def test_a_gain_must_be_that_of_128_tokens_over_64_and_not_0_by_chance(gain, tmp_path):
     write_proof(tmp_path, 0)
     write_proof(tmp_path, 3)
     write_gain(tmp_path, 3, **gain)

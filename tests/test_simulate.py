@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 from tests.tiers import few_fast
 from tests.traces import by_category
 
-TINY = dict(model_size="tiny", context_length=1024)
+TINY = dict(model_size="tiny", vocab_size=20_000, context_length=1024)
 SETTINGS = [
     {},
     dict(gradient_checkpointing="full"),
@@ -40,7 +40,7 @@ SETTINGS = [
     ),
     dict(context_length=1000, gradient_accumulation_steps=3, loss="chunked"),
     dict(attention_type="nsa"),
-    dict(attention_type="nsa", gradient_checkpointing="full", context_length=3000),
+    dict(attention_type="nsa", gradient_checkpointing="full", context_length=1500),
     dict(attention_type="nsa", blocks=("kv=separate", "cmp_kind=mean"), loss="standard"),
     dict(
         vocab_size=1000,

@@ -95,7 +95,7 @@ class Bodies(Hopper):
         self.target = target
 
     def device(self, x: Tensor) -> torch.device:
-        return torch.device("cuda") if self.target == "cuda" else x.device
+        return torch.device(self.target)
 
     def tiles(self, tiles: Sequence) -> Sequence:
         return few(tiles)

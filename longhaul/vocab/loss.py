@@ -71,8 +71,9 @@ def linear_cross_entropy(
     if one_pass:
         _check_one_pass(hidden_ND, weight_VD, reduction)
     _check_options(softcap, label_smoothing, z_loss, num_valid)
-    # blocks of fp32 logits hold fewer tokens, whose gradients a low-precision weight cannot add up
-    if not (one_pass and weight_VD.element_size() < FP32):
+    # one pass keeps the gradient anyway; two would keep the copy of hidden until the backward.
+    # Blocks of fp32 logits hold fewer tokens, whose gradients a low-precision weight cannot add up.
+    if one_pass and weight_VD.element_size() >= FP32:
         hidden_ND = hidden_ND.to(platform().product_dtype(hidden_ND))
 
     kernels = choose_kernels(kernels, hidden_ND)
@@ -490,9 +491,10 @@ def vocab_nll(
 
     rows, target_n = pack_valid(labels_N, ignore_index)
     tiles = [tiles[0], tiles[-1]]
-    problem = _Problem(hidden_ND[rows], weight_VD, target_n, softcap, tiles, kernels)
+    h_nD = hidden_ND[rows].to(platform().product_dtype(hidden_ND))
+    problem = _Problem(h_nD, weight_VD, target_n, softcap, tiles, kernels)
     tokens = min(tiles[0], len(target_n))
-    buffer = hidden_ND.new_empty(tokens * min(tiles[1], V))
+    buffer = h_nD.new_empty(tokens * min(tiles[1], V))
 
     def reused(v: slice, t: slice) -> Tensor:
         return tile_at(buffer, 0, t.stop - t.start, v.stop - v.start)
@@ -567,12 +569,13 @@ def vocab_nll_backward(
     at the label, with p = exp(z - max) exp(-log_sum).
     """
     rows, target_n = pack_valid(labels_N, ignore_index)
-    problem = _Problem(hidden_ND[rows], weight_VD, target_n, softcap, tiles, kernels)
+    h_nD = hidden_ND[rows].to(platform().product_dtype(hidden_ND))
+    problem = _Problem(h_nD, weight_VD, target_n, softcap, tiles, kernels)
     max_n = max_N[rows]
     slopes = _slopes(problem, [grad_N[rows] for grad_N in grads], max_n, log_sum_N[rows])
 
     n = len(target_n)
-    buffer = hidden_ND.new_empty(n * min(tiles[1], len(weight_VD)))
+    buffer = h_nD.new_empty(n * min(tiles[1], len(weight_VD)))
 
     def reused(v: slice) -> Tensor:
         return tile_at(buffer, 0, n, v.stop - v.start)

@@ -186,7 +186,7 @@ def time_words(seconds: float, steps: int, device: str, untimed: str = "") -> st
     count = "1 step" if steps == 1 else f"{steps:,} steps"
     words = f"about {duration(seconds)} a step, {duration(seconds * steps)} for {count}"
     if device != "cpu":
-        words += " (roofline: an order of magnitude)"
+        words += " (roofline of an H100: an order of magnitude)"
     return f"{words}, {untimed}" if untimed else words
 
 

@@ -199,7 +199,9 @@ def test_times_have_the_unit_in_which_a_person_reads_them(seconds, words):
 def test_a_plan_says_what_a_step_and_the_run_take():
     assert time_words(170, 1000, "cpu") == "about 170 s a step, 47 h for 1,000 steps"
     assert time_words(600, 1, "cpu") == "about 10 min a step, 10 min for 1 step"
-    assert time_words(2, 10, "cuda").endswith("20 s for 10 steps (roofline: an order of magnitude)")
+    assert time_words(2, 10, "cuda").endswith(
+        "20 s for 10 steps (roofline of an H100: an order of magnitude)"
+    )
 
     on_gpu = dataclasses.replace(BIG, gradient_checkpointing="full")
     plan = planner.plan(on_gpu, on_gpu.model(), World(), CUDA, available=100.0)

@@ -286,10 +286,16 @@ def test_the_line_says_what_was_compared_and_on_which_tokens():
     assert found.line() == (
         "context gain       32 -> 199: 5.1679 +- 0.0000 nats/token "
         "(3 documents, 1 other is too short); far copies (57.5% of tokens) 8.9900 +- 0.0000"
+        "; it reads more than 32 tokens back: yes"
     )
     split = Documents([*split.ids, np.arange(40)])
     found = gain.measure(CopyHead(), gain.sample(split, 199, WINDOW, 9))
     assert "(3 documents, 2 others are too short); far copies" in found.line()
+
+
+def test_a_model_that_reads_no_further_is_not_said_to():
+    found = gain.measure(Uniform(), gain.sample(copying_documents(), 199, WINDOW, 9))
+    assert found.line().endswith("it reads more than 32 tokens back: not shown")
 
 
 def test_one_document_has_a_gain_without_an_interval():

@@ -440,7 +440,17 @@ class Gain:
         others = "1 other is" if sample.too_short == 1 else f"{sample.too_short:,} others are"
         words += f", {others} too short)" if sample.too_short else ")"
         words += f"; far copies ({self.far_copies.share:.1%} of tokens) {self.far_copies.words()}"
+        words += f"; it reads more than {sample.window.short:,} tokens back: {self.reach()}"
         return words + self._key_words()
+
+    def reach(self) -> str:
+        """Whether the model reads further back than the short context. Far copies have their
+        passage there and nowhere nearer, so they gain more than other tokens if it does.
+        """
+        low = self.far_copies.interval.low
+        if math.isnan(low):
+            return "unknown"
+        return "yes" if low > max(self.all.gain, 0) else "not shown"
 
     def _key_words(self) -> str:
         """The key tokens, and who chose them."""

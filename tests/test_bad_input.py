@@ -356,7 +356,7 @@ evaluate --data {other}
 evaluate --evals
 evaluate --evals los
 evaluate --evals ,
-evaluate --evals gain --context_length 8
+evaluate --evals gain --context_length 7
 evaluate --evals retrieval --lengths 8
 evaluate --evals loss --lengths 64
 evaluate --evals loss --tasks single

@@ -83,6 +83,12 @@ def one_core():
         yield
 
 
+@pytest.fixture
+def products_in_their_dtype(monkeypatch):
+    """On every CPU: one that is faster in fp32 would multiply in that."""
+    monkeypatch.setattr("base.machine.fp32_is_faster", lambda dtype: False)
+
+
 @pytest.fixture(autouse=True)
 def one_thread(one_core):
     """One thread in this process, whatever the test before has set."""

@@ -20,14 +20,10 @@ from model import ModelConfig
 from tests.tiers import few_fast
 from verify_chunked_loss import naive_loop
 
+pytestmark = pytest.mark.usefixtures("products_in_their_dtype")
+
 CPU = torch.device("cpu")
 TILES = [(4096, 4096), (64, 512), (100, 99), (7, 1000)]
-
-
-@pytest.fixture(autouse=True)
-def products_in_their_dtype(monkeypatch):
-    """On every CPU: one that is faster in fp32 would multiply in that."""
-    monkeypatch.setattr("base.machine.fp32_is_faster", lambda dtype: False)
 
 
 def dense(h, w, y, *, z_loss=0.0, label_smoothing=0.0, softcap=None, reduction="mean"):

@@ -13,17 +13,9 @@ from longhaul.vocab import loss as vocab_loss
 from longhaul.vocab.check import gradients, standard_loss
 from longhaul.vocab.check import relative as rel
 from longhaul.vocab.loss import linear_cross_entropy
-from tests.test_loss import (  # the fixture, too: on every CPU, products in their dtype
-    CPU,
-    KERNELS,
-    OPTIONS,
-    SCALES,
-    dense,
-    huge_logits,
-    inputs,
-    products_in_their_dtype,  # noqa: F401
-    truth,
-)
+from tests.test_loss import CPU, KERNELS, OPTIONS, SCALES, dense, huge_logits, inputs, truth
+
+pytestmark = pytest.mark.usefixtures("products_in_their_dtype")
 
 one_pass = functools.partial(linear_cross_entropy, one_pass=True)
 

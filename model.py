@@ -529,13 +529,20 @@ def on_device(x: Tensor, device: Device) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """y = x W^T, plus b if `bias`.
+    """y = x W^T, plus b if `bias`, by `product`.
 
     Weights are cast to the dtype of x on use, so that fp32 master weights serve bf16 activations.
     """
 
-    def __init__(self, fan_in: int, fan_out: int, bias: bool = False):
+    def __init__(
+        self,
+        fan_in: int,
+        fan_out: int,
+        product: Callable = F.linear,
+        bias: bool = False,
+    ):
         super().__init__(fan_in, fan_out, bias=bias)
+        self.product = product
 
     def reset_parameters(self):
         # Decoder.init_weights fills every parameter by name; drawing values here too would double
@@ -545,7 +552,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, weight, bias)
+        return self.product(x, weight, bias)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -632,9 +639,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: "Ops"):
         super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.ffn_size)
-        self.up_proj = Linear(config.hidden_size, config.ffn_size)
-        self.down_proj = Linear(config.ffn_size, config.hidden_size)
+        self.gate_proj = Linear(config.hidden_size, config.ffn_size, ops.linear)
+        self.up_proj = Linear(config.hidden_size, config.ffn_size, ops.linear)
+        self.down_proj = Linear(config.ffn_size, config.hidden_size, ops.linear)
         self.swiglu = ops.swiglu
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -795,10 +802,10 @@ class Attention(nn.Module):
         self.ops = ops
         queries = config.num_heads * config.head_dim
         keys = config.num_kv_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, queries, config.qkv_bias)
-        self.k_proj = Linear(config.hidden_size, keys, config.qkv_bias)
-        self.v_proj = Linear(config.hidden_size, keys, config.qkv_bias)
-        self.o_proj = Linear(queries, config.hidden_size)
+        self.q_proj = Linear(config.hidden_size, queries, ops.linear, config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, keys, ops.linear, config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, keys, ops.linear, config.qkv_bias)
+        self.o_proj = Linear(queries, config.hidden_size, ops.linear)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps, ops.norm)
@@ -1049,12 +1056,12 @@ class SparseBranches(nn.Module):
         super().__init__()
         self.cfg = config.attention
         self.heads = (-1, config.head_dim)
-        self.gate = Linear(config.hidden_size, 3 * config.num_heads, bias=True)
+        self.gate = Linear(config.hidden_size, 3 * config.num_heads, ops.linear, bias=True)
         self.compressor = Compressor(config.head_dim, self.cfg, config.norm_eps, ops.block_norm)
         self.kv_proj = None
         if self.cfg.kv == "separate":
             width = config.num_kv_heads * config.head_dim
-            self.kv_proj = Linear(config.hidden_size, 4 * width)
+            self.kv_proj = Linear(config.hidden_size, 4 * width, ops.linear)
             self.cmp_norm = RMSNorm(config.head_dim, config.norm_eps, ops.norm)
             self.win_norm = RMSNorm(config.head_dim, config.norm_eps, ops.norm)
 
@@ -1597,6 +1604,7 @@ class Ops:
     attention: Callable = causal_attention  # (q_BTHK, k_BSGK, v_BSGK) -> o_BTHK
     packed: Callable = packed_attention  # (q_BTHK, k_BTGK, v_BTGK, documents) -> o_BTHK
     varying: Callable = vary_lengths  # (q) -> context manager
+    linear: Callable = F.linear  # (x, weight, bias) -> y
     norm: Callable = rms_norm  # (x, weight, eps) -> y
     block_norm: Callable = block_norm  # the same for compressed keys
     norm_rotate: Callable = norm_rotate  # (x_BTHK, weight_K, eps, rope) -> y

@@ -1179,3 +1179,37 @@ def test_both_losses_take_int32_labels(make):
         for kind in ("standard", "chunked")
     ]
     torch.testing.assert_close(*losses)
+
+
+# ---- products on a CPU that is slower in bf16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_cpu_that_is_faster_in_fp32_multiplies_so_and_rounds(monkeypatch, dtype, biased):
+    monkeypatch.setattr("base.machine.fp32_is_faster", lambda dtype: True)
+    x, dy = (torch.randn(2, 5, n).to(dtype) for n in (7, 3))
+    weight, bias = torch.randn(3, 7).to(dtype), torch.randn(3).to(dtype)
+    inputs = [a.requires_grad_() for a in (x, weight, *([bias] if biased else []))]
+    y = kernels.linear(*inputs)
+    grads = torch.autograd.grad(y, inputs, dy)
+
+    exact = [a.detach().double().requires_grad_() for a in inputs]
+    expected = torch.nn.functional.linear(*exact)
+    expected_grads = torch.autograd.grad(expected, exact, dy.double())
+    rounding = torch.finfo(dtype).eps  # half of it for the product, half for the bias
+    for ours, true in zip((y, *grads), (expected, *expected_grads), strict=True):
+        assert ours.dtype == dtype
+        assert ((ours - true).abs() <= rounding * true.abs().amax()).all()
+
+
+def test_such_products_save_no_copies_in_fp32(monkeypatch):
+    monkeypatch.setattr("base.machine.fp32_is_faster", lambda dtype: True)
+    x = torch.randn(64, 32).bfloat16().requires_grad_()
+    weight = torch.randn(16, 32).bfloat16().requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda a: saved.append(a.nbytes) or a, lambda a: a
+    ):
+        kernels.linear(x, weight)
+    assert sum(saved) == x.nbytes + weight.nbytes

@@ -149,8 +149,8 @@ class Indexer(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__()
         self.width = config.attention.head_dim
-        self.q_proj = Linear(config.hidden_size, config.num_kv_heads * self.width)
-        self.k_proj = Linear(config.hidden_size, self.width)
+        self.q_proj = Linear(config.hidden_size, config.num_kv_heads * self.width, ops.linear)
+        self.k_proj = Linear(config.hidden_size, self.width, ops.linear)
         self.q_norm = RMSNorm(self.width, config.norm_eps, ops.norm)
         self.k_norm = RMSNorm(self.width, config.norm_eps, ops.norm)
 

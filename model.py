@@ -1570,18 +1570,22 @@ def check_labels(labels_N: Tensor, V: int, ignore_index: int = IGNORE) -> None:
         )
 
 
-def logits(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+def logits(hidden_ND: Tensor, weight_VD: Tensor, product: Callable = F.linear) -> Tensor:
     """All logits [N, V]: for short inputs, and for the last position of a generation step."""
-    return F.linear(hidden_ND, weight_VD.to(hidden_ND.dtype))
+    return product(hidden_ND, weight_VD.to(hidden_ND.dtype))
 
 
 def standard_cross_entropy(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, num_valid: Tensor
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    num_valid: Tensor,
+    product: Callable = F.linear,
 ) -> Tensor:
     """Sum over the valid positions of -log p(label) / num_valid, through all logits in fp32 (or
     fp64).
     """
-    logits_NV = logits(hidden_ND, weight_VD).to(wide(hidden_ND.dtype))
+    logits_NV = logits(hidden_ND, weight_VD, product).to(wide(hidden_ND.dtype))
     total = F.cross_entropy(logits_NV, labels_N.long(), ignore_index=IGNORE, reduction="sum")
     return total / num_valid
 

@@ -116,7 +116,10 @@ class Platform:
         by_flash = self.takes_flash(q_BHTK) and not masked
         if on_cuda and not by_flash and q_BHTK.dtype != torch.float64:
             return efficient_attention(q_BHTK, k_BGSK, v_BGSK, **options)
-        return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, **options)
+
+        products = self.product_dtype(q_BHTK)
+        qkv = (x.to(products) for x in (q_BHTK, k_BGSK, v_BGSK))
+        return F.scaled_dot_product_attention(*qkv, **options).to(q_BHTK.dtype)
 
     def takes_flash(self, q: Tensor) -> bool:
         """Whether FlashAttention-2 computes these heads [..., K]: on CUDA from Ampere on, in 16

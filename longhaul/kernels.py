@@ -331,7 +331,7 @@ def mean_loss(
     """Sum over the valid positions of -log p(label) / num_valid, by the loss for the size."""
     path = loss_path(config, len(hidden_ND), weight_VD.element_size() < FP32)
     if path == "standard":
-        return standard_cross_entropy(hidden_ND, weight_VD, labels_N, num_valid)
+        return standard_cross_entropy(hidden_ND, weight_VD, labels_N, num_valid, linear)
     return linear_cross_entropy(
         hidden_ND,
         weight_VD,

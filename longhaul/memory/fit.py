@@ -168,9 +168,9 @@ def closest(request: Plan) -> Plan | None:
 
 def _runs_here(candidate: Plan) -> bool:
     """Whether it fits, and on a CPU makes a step while one waits."""
-    if candidate.device.type == "cpu" and candidate.longest_step > PATIENCE:
+    if not candidate.fits:
         return False
-    return candidate.fits
+    return candidate.device.type != "cpu" or candidate.longest_step <= PATIENCE
 
 
 def _in_minutes(plan: Plan) -> Plan:

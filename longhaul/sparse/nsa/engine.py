@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from base.machine import platform
 from longhaul.sparse.choose import NO_BLOCK
 from longhaul.sparse.engine import StreamAttention, in_blocks
 from longhaul.sparse.nsa.branches import (
@@ -343,15 +344,19 @@ def nsa_attention(
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.long()
 
+    products = q.dtype if fused else platform().product_dtype(q)
+    qkv = [x.to(products) for x in qkv]
+
     sizes = [getattr(cfg, name) for name in Sizes._fields]
     o, *_, block_idx = nsa_forward(*qkv, gates, cu_seqlens, sizes, fused)
     if not return_parts:
-        return o
+        return o.to(q.dtype)
 
     # a branch is what a gate of 1 among zeros gives
-    parts = {"o": o, "block_idx": block_idx.long()}
+    parts = {"o": o.to(q.dtype), "block_idx": block_idx.long()}
     one_gates_33 = torch.eye(3, dtype=gates.dtype, device=gates.device)
     for name, gates_3 in zip(("o_cmp", "o_slc", "o_win"), one_gates_33, strict=True):
         of_branch = gates_3.repeat(*gates.shape[:3], 1)
-        parts[name], *_ = nsa_forward(*qkv, of_branch, cu_seqlens, sizes, fused)
+        o, *_ = nsa_forward(*qkv, of_branch, cu_seqlens, sizes, fused)
+        parts[name] = o.to(q.dtype)
     return parts

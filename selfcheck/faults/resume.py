@@ -390,12 +390,12 @@ LENGTHS = ["--length_schedule", "8:2,16:2,32:2", "--short_fraction", "0.25"]
 
 
 def killed_between_lengths(trials: int, folder: Path) -> str:
-    """Row 50: after every step, before it is saved, and between two stages; on two ranks after one
-    step.
+    """Row 50: after `trials` of 6 steps, before they are saved, and between two stages; on two
+    ranks after one step.
     """
     source = runs.dataset(folder / "data", 400)
     flags = [*LENGTHS, "--global_batch_size", "2", "--save_every", "1", "--eval_every", "2"]
-    for ranks, deaths in {1: range(1, 7), 2: (3,)}.items():
+    for ranks, deaths in {1: range(1, 7, 6 // trials), 2: (3,)}.items():
         whole = folder / f"whole-{ranks}"
         codes = lives(runs.arguments(source, whole, *flags), ranks)
         require(codes == [0] * ranks, f"the run that nothing happens to ended with {codes}")
@@ -413,8 +413,8 @@ def killed_between_lengths(trials: int, folder: Path) -> str:
             require(codes == [0] * ranks, f"{name}: continued, it ended with {codes}")
             require(runs.same_end(out, whole), f"{name}, {ranks} rank(s): other bits")
     return (
-        "three stages of 2 steps, killed after each step and at both edges, on 2 ranks after one "
-        "step and at both edges: "
+        f"three stages of 2 steps, killed after {trials} steps and at both edges, on 2 ranks after "
+        "one step and at both edges: "
         "weights, moments and losses of the undisturbed run"
     )
 
@@ -503,6 +503,8 @@ ROWS: list[Row] = [
         "killed in each stage of a length schedule and between them, 1 and 2 ranks",
         "same bits",
         killed_between_lengths,
+        2,
+        6,
         slow=True,
     ),
     Row(

@@ -30,6 +30,7 @@ from data.writer import write_dataset
 from longhaul import cli
 from longhaul.config import TrainConfig
 from longhaul.flops import step_seconds
+from longhaul.memory.needs import needs
 from selfcheck.faults.rows import require
 from tests.ranks import free_port
 
@@ -75,13 +76,14 @@ def arguments(folder: Path, out: Path, *more: str) -> list[str]:
     return [*SMALL, "--data", str(folder), "--output_dir", str(out), *more]
 
 
-def measure_speed():
-    """Measure here what the plan of each small run would measure anew in its own process: half of
-    the CPU time that a run takes. On one thread: those that are started here, no child would have.
+def plan_once():
+    """Plan a small run here, as each of them would in its own process: two thirds of the CPU time
+    that it takes. On one thread: those that are started here, no child would have.
     """
     torch.set_num_threads(1)
     cfg = cli.parse(TrainConfig, SMALL)
     step_seconds(cfg, cfg.model(), 1, "cpu")
+    needs(cfg, 1)
 
 
 def last_given(args: list[str]) -> list[str]:

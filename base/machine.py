@@ -167,7 +167,7 @@ class Platform:
         return contextlib.nullcontext()
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # a compiler that traces a caller does not trace this
 def fp32_is_faster(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies fp32 matrices faster than those of a low-precision dtype, by a
     clear margin, so that all runs on a machine decide alike. Measured once, in milliseconds.
@@ -178,6 +178,7 @@ def fp32_is_faster(dtype: torch.dtype) -> bool:
     return MARGIN * _product_seconds(torch.float32) < _product_seconds(dtype)
 
 
+@functools.cache
 def _product_seconds(dtype: torch.dtype) -> float:
     """Seconds of a product of [128, 256] and [256, 512], the fastest of several."""
     taken = []

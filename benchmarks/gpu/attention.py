@@ -64,7 +64,7 @@ SIZES = (
 MOST_ENGINE_TOKENS = 8192
 # Above this, only the ways that a long context chooses between.
 MOST_OF_ALL_WAYS = 32_768
-TOY = (("forward+backward", 2, 1100, 60), ("decode", 8, 1100, 60))
+TOY = (("forward+backward", 2, 300, 60), ("decode", 8, 300, 60))
 TABLE = Table(
     "attention",
     "Attention, bf16, heads of 128, one row; decoding: one token after so many, without "

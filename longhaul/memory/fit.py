@@ -168,9 +168,9 @@ def closest(request: Plan) -> Plan | None:
 
 def _runs_here(candidate: Plan) -> bool:
     """Whether it fits, and on a CPU makes a step while one waits."""
-    if not candidate.fits:
+    if candidate.device.type == "cpu" and candidate.longest_step > PATIENCE:
         return False
-    return candidate.device.type != "cpu" or candidate.longest_step <= PATIENCE
+    return candidate.fits
 
 
 def _in_minutes(plan: Plan) -> Plan:

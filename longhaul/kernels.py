@@ -81,6 +81,8 @@ def chosen_in_words(config: ModelConfig, device: Device) -> str:
     sample = torch.empty(0, dtype=config.dtype, device=device)
     takes_kernels = platform().takes_elementwise(sample, config.kernels)
     parts = [f"RMSNorm, RoPE and SwiGLU by {'Triton' if takes_kernels else 'PyTorch'}"]
+    if platform().product_dtype(sample) != config.dtype:
+        parts.append("products in fp32, in which this CPU is faster")
 
     if isinstance(config.attention, NSAConfig | BlockConfig):
         on_cuda = torch.device(device).type == "cuda"

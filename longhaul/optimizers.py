@@ -440,6 +440,7 @@ def orthogonal(x: Tensor) -> Tensor:
     a, b, c = NEWTON_SCHULZ
     is_tall = x.shape[0] > x.shape[1]  # the smaller of x x^T and x^T x costs less
     y = (x.mT if is_tall else x).bfloat16()
+    y = y.to(platform().product_dtype(y))
     y = y / (y.norm() + 1e-7)
     for _ in range(5):
         gram = y @ y.mT

@@ -492,6 +492,13 @@ ROWS: list[Row] = [
         "lossless, or rejected by file:offset",
         strange_text,
     ),
-    Row(38, "preparation killed", "a rerun gives the same bytes", killed, 3, 500, slow=True),
+    Row(
+        38,
+        "preparation killed",
+        "a rerun gives the same bytes",
+        killed,
+        3,
+        500,
+    ),
     Row(39, "a document changed in a packed row", "the others' logits bit-identical", leak, 6, 100),
 ]

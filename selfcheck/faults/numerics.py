@@ -382,6 +382,5 @@ ROWS: list[Row] = [
         spike,
         1,
         10,
-        slow=True,
     ),
 ]

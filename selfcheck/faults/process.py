@@ -560,7 +560,6 @@ ROWS: list[Row] = [
         killed_at_random,
         5,
         1000,
-        slow=True,
     ),
     Row(
         2,
@@ -569,7 +568,6 @@ ROWS: list[Row] = [
         killed_at_each_call,
         4,
         10000,
-        slow=True,
     ),
     Row(
         3,
@@ -578,15 +576,24 @@ ROWS: list[Row] = [
         crash.power_loss,
     ),
     Row(4, "one of 2 ranks killed", "the other exits within 60 s, naming it", killed_rank),
-    Row(5, "one of 2 ranks stopped", "timeout, stack dump, 7", stopped_rank, slow=True),
+    Row(
+        5,
+        "one of 2 ranks stopped",
+        "timeout, stack dump, 7",
+        stopped_rank,
+    ),
     Row(
         6,
         "SIGTERM in step, evaluation, save, data preparation, compilation",
         "one save, 75",
         terminated,
-        slow=True,
     ),
-    Row(7, "SIGTERM to the whole group", "one save, 75", terminated_group, slow=True),
+    Row(
+        7,
+        "SIGTERM to the whole group",
+        "one save, 75",
+        terminated_group,
+    ),
     Row(
         8,
         "SIGTERM or SIGINT twice",
@@ -600,7 +607,6 @@ ROWS: list[Row] = [
         impatient_launcher,
         1,
         20,
-        slow=True,
     ),
     Row(9, "shutdown timeout shorter than a save", "warned at the first save", slow_save),
     Row(10, "a STOP file", "one save, 75", stop_file),

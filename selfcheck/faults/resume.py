@@ -480,7 +480,6 @@ ROWS: list[Row] = [
         "resume at the last batch of an epoch, at its end, in a later one",
         "rows of the uninterrupted run",
         epochs,
-        slow=True,
     ),
     Row(
         22,
@@ -489,7 +488,6 @@ ROWS: list[Row] = [
         worlds,
         4,
         200,
-        slow=True,
     ),
     Row(23, "micro-batch changed, global batch kept", "same rows", micro_batches),
     Row(24, "--lr or betas changed", "refused; overridden: applied and said", changed_settings),
@@ -505,13 +503,11 @@ ROWS: list[Row] = [
         killed_between_lengths,
         2,
         6,
-        slow=True,
     ),
     Row(
         51,
         "indexed attention, killed in the warm-up of its indexer, at its end and behind it",
         "same bits",
         killed_around_the_warmup,
-        slow=True,
     ),
 ]

@@ -21,9 +21,6 @@ class Row:
     check: Callable[[int, Path], str]
     trials: int = 1  # in CI
     full: int = 1  # with --full
-    slow: bool = (
-        False  # more than about 10 s at its CI trials: left out of the fast tier of the tests
-    )
 
 
 def require(held: bool, words: str):

@@ -412,7 +412,6 @@ ROWS: list[Row] = [
         "disk full in a save",
         "tried twice, old checkpoint intact, 6 with bytes needed",
         full_disk,
-        slow=True,
     ),
     Row(14, "free space for less than 2 checkpoints", "2 before step 1", little_space),
     Row(

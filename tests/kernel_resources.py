@@ -19,11 +19,12 @@ from pathlib import Path
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from longhaul.sparse.nsa import NSAState, nsa_attention
-from longhaul.sparse.triton import blocks, decode, nsa
+from longhaul.sparse.triton import blocks, decode, nsa, stock
 from model import NSAConfig
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -104,11 +105,20 @@ def compiles(capability: int) -> Callable:
     return compile_launch
 
 
+def no_attention(lines: stock.Lines, q_CEK: Tensor, *kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Zeros of the shapes that `stock.attend` returns."""
+    C, E, _ = q_CEK.shape
+    return torch.zeros_like(q_CEK), torch.zeros((E, C))
+
+
 def sparse(capability: int, dtype: torch.dtype, K: int, sel_block: int) -> None:
     """The kernels of Native Sparse Attention."""
     cfg = NSAConfig(sel_block=sel_block)
     nsa.launch = blocks.launch = decode.launch = compiles(capability)
     nsa.require = lambda *_, **__: None
+    # PyTorch's own kernels, which take minutes on a CPU and whose values nobody reads
+    stock.attend = no_attention
+    stock.attend_backward = lambda lines, do, *qkv_o_lse: map(torch.zeros_like, qkv_o_lse[:3])
     blocks.PARTIAL_RESULT_NUMBERS = 2**24  # several parts
     for module in (nsa, blocks):
         module.shared_memory = lambda _: SHARED_MEMORY[capability] * 1024

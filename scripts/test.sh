@@ -3,6 +3,7 @@
 #   bash scripts/test.sh           the fast tests
 #   bash scripts/test.sh --all     every test, as CI runs them
 # Further arguments go to pytest: bash scripts/test.sh --all tests/test_model.py -k rotary
+# SLOW_UNTIL=SECONDS (since 1970) skips slow tests that would begin later, and says so.
 # WORKERS=4 runs four test files at a time instead of two. CI runs three: some only wait.
 set -euo pipefail
 cd "$(dirname "$0")/.."

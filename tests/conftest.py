@@ -7,6 +7,7 @@ import base.installed  # noqa: F401  (first: torch reads what it sets only once)
 
 import importlib.metadata
 import os
+import time
 
 import pytest
 import torch
@@ -27,6 +28,15 @@ def pytest_runtest_call():
         if type(error).__name__ == "InterpreterError" and not can_interpret():
             pytest.skip("the interpreter of Triton 3.6 does not run with NumPy 2.4 or newer")
         raise
+
+
+def pytest_runtest_setup(item: pytest.Item):
+    """Skip a slow test that would begin after SLOW_UNTIL, in seconds since 1970: on a slow machine
+    CI has no time for all of them.
+    """
+    until = float(os.environ.get("SLOW_UNTIL", "inf"))
+    if item.get_closest_marker("slow") and time.time() > until:
+        pytest.skip("a slow test that would begin after SLOW_UNTIL")
 
 
 def can_interpret() -> bool:

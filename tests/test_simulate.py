@@ -192,7 +192,7 @@ print(before, 1024 * int(status["VmHWM"].split()[0]))
     reason="glibc is asked to give each freed block back, so that resident memory is what is alive",
 )
 def test_the_resident_memory_of_a_whole_process_is_predicted_within_five_percent():
-    changes = dict(model_size="tiny", context_length=4096, dtype="fp32")
+    changes = dict(model_size="tiny", context_length=8192, dtype="fp32")
     done = subprocess.run(
         [sys.executable, "-c", PROCESS, json.dumps(changes)],
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
@@ -202,4 +202,4 @@ def test_the_resident_memory_of_a_whole_process_is_predicted_within_five_percent
     )
     before, measured = map(int, done.stdout.split())
     live = simulate(TrainConfig(**changes), target="cpu").peak()[0]
-    assert live > 300 * 2**20 and before + live == pytest.approx(measured, rel=0.05)
+    assert live > 500 * 2**20 and before + live == pytest.approx(measured, rel=0.05)

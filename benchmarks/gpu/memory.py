@@ -48,6 +48,7 @@ CONFIGURATIONS = (  # importance, model, tokens, what differs from the defaults,
 )
 TOY_CONFIGURATIONS = (
     (5, "tiny", 128, dict(batch_size=2, gradient_accumulation_steps=2), 1),
+    (9, "tiny", 256, FULL, 1),
     (10, "tiny", 256, FULL | dict(attention_type="nsa"), 1),
     (19, "tiny", 256, FULL | dict(mlp_tiles=4, attention_head_groups=2), 1),
 )

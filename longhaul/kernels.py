@@ -192,9 +192,12 @@ class _LinearInFP32(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         grad = grad.float()
-        grad_x = (grad @ weight.float()).to(x.dtype)
-        grad_weight = grad.flatten(0, -2).T @ x.flatten(0, -2).float()
-        return grad_x, grad_weight.to(weight.dtype)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ weight.float()).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad.flatten(0, -2).T @ x.flatten(0, -2).float()).to(weight.dtype)
+        return grad_x, grad_weight
 
 
 # ---- elementwise functions

@@ -117,8 +117,9 @@ class Platform:
         if on_cuda and not by_flash and q_BHTK.dtype != torch.float64:
             return efficient_attention(q_BHTK, k_BGSK, v_BGSK, **options)
 
-        # without bf16 only the backward is slow; where none follows, a cache is not copied
-        products = self.product_dtype(q_BHTK) if torch.is_grad_enabled() else q_BHTK.dtype
+        # a few queries that read a long cache do not copy it
+        is_whole = q_BHTK.shape[-2] == k_BGSK.shape[-2]
+        products = self.product_dtype(q_BHTK) if is_whole else q_BHTK.dtype
         qkv = (x.to(products) for x in (q_BHTK, k_BGSK, v_BGSK))
         return F.scaled_dot_product_attention(*qkv, **options).to(q_BHTK.dtype)
 

@@ -7,7 +7,8 @@
     tokenizer.model   the sentencepiece model, if there is one, or
     tokenizer.json    of Hugging Face, and tokenizer_config.json with its end of a document
 
-Opening checks sizes; `verify` hashes the files. data/writer.py writes such folders.
+Opening checks sizes and hashes the .idx files; `verify` hashes all. data/writer.py writes such
+folders.
 """
 
 import copy
@@ -17,13 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.manifest import (
-    PREPARE_AGAIN,
-    RESTORE,
-    IntegrityError,
-    Manifest,
-    Shard,
-)
+from data.manifest import Manifest, Shard
 from data.storage import Storage
 
 ENDLESS = 2**62  # tokens of a document: more than any has
@@ -61,7 +56,7 @@ class Split:
         self._maps = [_memory_mapped(shard, storage.dtype) for shard in shards]
 
         # the shard of each document, and where it begins there
-        ends = [_read_ends(shard) for shard in shards]
+        ends = [np.fromfile(shard.ends.path, dtype="<i8") for shard in shards]
         self._documents = np.arange(sum(map(len, ends)))
         self._shards = np.repeat(np.arange(len(shards)), [len(one) for one in ends])
         self.lengths = np.concatenate([np.diff(one, prepend=0) for one in ends])
@@ -145,24 +140,8 @@ def _memory_mapped(shard: Shard, dtype: np.dtype) -> np.ndarray:
     return np.memmap(shard.ids.path, dtype=dtype, mode="r").view(np.ndarray)
 
 
-def _read_ends(shard: Shard) -> np.ndarray:
-    """Where the documents of a shard end, int64 [documents], rising to its number of tokens."""
-    # unsigned, so that a flipped top bit makes an end large rather than negative
-    ends = np.fromfile(shard.ends.path, dtype="<u8")
-    if len(ends) == 0 or ends[0] == 0 or ends[-1] != shard.tokens or not _is_rising(ends):
-        raise IntegrityError(
-            f"{shard.ends.path} is damaged: document ends must rise to {shard.tokens}: {RESTORE}"
-        )
-    return ends.astype(np.int64)
-
-
-def _is_rising(values: np.ndarray) -> bool:
-    """Whether each value is larger than the one before it."""
-    return bool((values[1:] > values[:-1]).all())
-
-
 class Dataset:
-    """A dataset folder opened for reading; sizes are checked now, hashes by `verify`.
+    """A dataset folder opened for reading; the hashes of the shards are checked by `verify`.
 
     Attributes: path, manifest, vocab_size, eod_id, dtype, masked (whether some tokens are read but
     not learned), tokenizer_path and tokenizer_sha256 (None if the ids were made elsewhere),
@@ -183,8 +162,6 @@ class Dataset:
         self.tokenizer_path = tokenizer[0] if tokenizer else None
         self.tokenizer_sha256 = self.manifest.tokenizer_sha256
 
-        if any(shard.max_id >= self.vocab_size for shard in self.manifest.shards):
-            self.require_ids_in_vocab()
         self.splits = self._open_splits()
 
     def split(self, name: str) -> Split:
@@ -201,7 +178,7 @@ class Dataset:
         return [file.path for file in self.manifest.tokenizer]
 
     def verify(self, known: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
-        """Hash the files and look at every id. Raises IntegrityError naming a damaged file.
+        """Hash the files. Raises IntegrityError naming a damaged one.
 
         Returns a stamp of each file, which a later call takes as `known`: files whose stamp is
         still the same are not read again. The stamp has the time of the last change to the file's
@@ -211,37 +188,15 @@ class Dataset:
         files = self.manifest.files()
         stamps = {file.name: _stamp(file.path) for file in files}
 
-        changed = [file for file in files if stamps[file.name] != known.get(file.name)]
-        for file in changed:
-            file.check_hash()
-        if changed:
-            self.require_ids_in_vocab()
+        for file in files:
+            if stamps[file.name] != known.get(file.name):
+                file.check_hash()
         return stamps
-
-    def require_ids_in_vocab(self) -> None:
-        """Raise IntegrityError naming file and offset of the first id outside the vocabulary."""
-        storage = self.manifest.storage
-        for shard in self.manifest.shards:
-            ids = storage.ids(_memory_mapped(shard, storage.dtype))
-            bad = np.flatnonzero(ids >= self.vocab_size)
-            if len(bad):
-                raise IntegrityError(
-                    f"{shard.ids.path} has the id {ids[bad[0]]} at token {bad[0]}, outside the "
-                    f"vocabulary of {self.vocab_size}: {RESTORE}"
-                )
 
     def _open_splits(self) -> dict[str, Split]:
         everything = Split(self.manifest.shards, self.manifest.storage)
-        documents = everything.num_documents
-        # unsigned, so that a flipped top bit makes an index large rather than negative
-        held_out = np.fromfile(self.manifest.validation.path, dtype="<u8")
-        if len(held_out) and (held_out[-1] >= documents or not _is_rising(held_out)):
-            raise IntegrityError(
-                f"{self.path}: the list of validation documents is damaged: {PREPARE_AGAIN}"
-            )
-
-        validation = np.zeros(documents, dtype=bool)
-        validation[held_out] = True
+        validation = np.zeros(everything.num_documents, dtype=bool)
+        validation[np.fromfile(self.manifest.validation.path, dtype="<i8")] = True
         found = {}
         for name, chosen in (("train", ~validation), ("val", validation)):
             if chosen.any():

@@ -216,9 +216,6 @@ class Loader(Order):
         row.positions[:] = np.arange(self.context_length) - np.repeat(starts, lengths)
         row.doc_ids[:] = np.repeat(np.arange(len(starts)), lengths)
 
-        if row.tokens.max() >= self.dataset.vocab_size:
-            self.dataset.require_ids_in_vocab()
-
     # ---- what a user should know
 
     def effective_context(self) -> EffectiveContext:

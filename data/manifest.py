@@ -2,7 +2,7 @@
 
 `Manifest.open(folder)` is the only way to open a dataset on disk. What it returns has been checked:
 every file is a plain file inside the folder and has the size that was written, and the tokenizer
-has its hash. The other files are hashed by `Dataset.verify`.
+and the lists of documents have their hashes. The shards are hashed by `Dataset.verify`.
 
 The manifest is written last, so a folder without one is not a dataset. Its `checksum` is the
 SHA-256 of everything else in it, so a flipped bit in the manifest itself is found too.
@@ -141,7 +141,7 @@ class Manifest:
 
     @classmethod
     def open(cls, folder: Path | str) -> "Manifest":
-        """Read and check the manifest of `folder`, and the sizes of all its files.
+        """Read and check the manifest of `folder`, the sizes of its shards and the other hashes.
 
         Raises ValueError if there is no dataset, or one that was never sound or has another format,
         and IntegrityError if the manifest or a file was changed after it was written.
@@ -156,7 +156,10 @@ class Manifest:
             raise ValueError(f"{path} describes an empty dataset or shard: {PREPARE_AGAIN}")
 
         for file in manifest.files():
-            file.check_size()
+            if file.path.suffix == ".idx":  # small, and read at once
+                file.check_hash()
+            else:
+                file.check_size()
         for file in manifest.tokenizer:
             try:
                 file.check_hash()

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from data.loader import IGNORE, Loader
-from data.manifest import IntegrityError
 from data.writer import write_dataset
 
 VOCAB, EOD = 1000, 0
@@ -228,16 +227,6 @@ def test_too_little_data_for_a_batch_names_settings_that_work(tmp_path):
 def test_numbers_that_are_not_positive_are_refused(dataset, context, rows, message):
     with pytest.raises(ValueError, match=message):
         Loader(dataset, context, rows)
-
-
-def test_an_id_damaged_on_disk_is_found_when_it_is_read(tmp_path):
-    dataset = make(tmp_path / "d", [50])
-    path = dataset.path / "shard-00000.bin"
-    ids = np.fromfile(path, dtype="<u2")
-    ids[7] = 60_000
-    ids.tofile(path)
-    with pytest.raises(IntegrityError, match="shard-00000.bin has the id 60000 at token 7"):
-        Loader(dataset, 16, 1).rows(range(4))
 
 
 def test_effective_context_warns_of_short_documents_at_a_long_context(dataset):

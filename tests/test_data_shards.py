@@ -196,18 +196,6 @@ def test_no_text_at_all_is_refused(tmp_path):
         write_dataset([np.array([], int)], tmp_path / "d", vocab_size=9, eod_id=0)
 
 
-def test_an_id_beyond_the_vocabulary_is_refused_at_open_naming_shard_and_offset(dataset):
-    def shrink(content):
-        content["vocab_size"] = 50
-
-    rewrite_manifest(dataset.path, shrink)
-    with pytest.raises(
-        IntegrityError,
-        match=r"shard-00000.bin has the id \d+ at token \d+, outside the vocabulary of 50",
-    ):
-        Dataset(dataset.path)
-
-
 def test_a_truncated_or_grown_or_missing_file_is_found_at_open(dataset):
     for path in sorted(dataset.path.iterdir()):
         if path.name == MANIFEST:
@@ -250,12 +238,12 @@ def test_a_shard_swapped_for_one_of_the_same_size_is_found_by_verify(dataset):
         open_dataset(dataset.path, verify=True)
 
 
-def test_document_ends_that_do_not_rise_are_found_at_open(dataset):
+def test_damaged_document_ends_are_found_at_open(dataset):
     path = dataset.path / "shard-00000.idx"
     ends = np.fromfile(path, dtype="<u8")
     ends[0] = ends[1]
     ends.tofile(path)
-    with pytest.raises(IntegrityError, match="shard-00000.idx is damaged: document ends must rise"):
+    with pytest.raises(IntegrityError, match="shard-00000.idx is damaged: its SHA-256"):
         Dataset(dataset.path)
 
 
@@ -265,7 +253,7 @@ def test_validation_documents_that_cannot_be_are_found_at_open(dataset, first):
     chosen = np.fromfile(path, dtype="<u8")
     chosen[0] = first
     chosen.tofile(path)
-    with pytest.raises(IntegrityError, match="the list of validation documents is damaged"):
+    with pytest.raises(IntegrityError, match="val.idx is damaged: its SHA-256"):
         Dataset(dataset.path)
 
 

@@ -79,8 +79,6 @@ class TrainState:
     # what the layers measured in the newest step, on this rank, as `indexer.figures`
     figures: Tensor | None = None
     listeners: list[Callable[[str], None]] = field(default_factory=list)  # of the step's stages
-    # work of the host, called when a step's gradients are queued and before their norm is read
-    meanwhile: Callable[[], None] = lambda: None
 
     def stage(self, name: str) -> None:
         """Tell whoever listens that this stage of the step begins; the model's own stages have
@@ -294,7 +292,6 @@ def update(state: TrainState, batch: list[MicroBatch], local_loss: Tensor) -> St
     # replicas may disagree about the norm, so the step is taken only if all ranks find it finite
     own = torch.stack([local_loss, norm.isfinite().float()])
     found = dist.all_sum(torch.cat([own, state.figures.flatten()]))
-    state.meanwhile()
     if norm.device.type == "cuda":
         # all figures at once: the only time in a step that the host waits for the device
         norm, *found = torch.cat([norm[None], found]).cpu()

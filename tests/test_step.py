@@ -77,12 +77,3 @@ def test_a_step_leaves_no_gradient_behind():
     state = step.build(CFG, CFG.model(), "cpu")
     step.train_step(state, batch(0))
     assert all(p.grad is None for p in state.model.parameters())
-
-
-def test_the_hosts_own_work_runs_between_the_backward_and_the_reading_of_the_norm():
-    state = step.build(CFG, CFG.model(), "cpu")
-    told = []
-    state.listeners.append(told.append)
-    state.meanwhile = lambda: told.append("meanwhile")
-    step.train_step(state, batch(0))
-    assert told == ["gradient norm", "meanwhile", "optimizer"]

@@ -24,7 +24,7 @@ from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.flops import train_flops
 from longhaul.memory import plan as planner
-from longhaul.run import guard, pretraining, training
+from longhaul.run import guard, training
 from longhaul.run.log import mfu
 from scripts import generate as generate_script
 from selfcheck.faults import runs
@@ -707,17 +707,6 @@ def test_the_printed_command_gives_the_same_settings_back():
     )
     words = shlex.split(planner.command(cfg, dist.World()))
     assert words[:2] == ["python", "train.py"] and cli.parse(TrainConfig, words[2:]) == cfg
-
-
-def test_the_rows_of_the_next_step_are_read_once_and_kept_until_it_begins():
-    read = []
-    source = SimpleNamespace(load=lambda index: read.append(index) or (f"rows {index}", []))
-    batches = pretraining.Batches(source)
-    assert batches.take(3)[0] == "rows 3"
-    batches.load(4)
-    batches.load(4)
-    assert read == [3, 4] and batches.take(4)[0] == "rows 4"
-    assert read == [3, 4] and not batches.loaded
 
 
 def test_deterministic_holds_for_the_steps_on_a_gpu_and_nothing_else():

@@ -186,7 +186,6 @@ class IntuitorSource(PolicySource):
     """Groups of responses that the policy samples, and how it answers validation prompts."""
 
     cfg: IntuitorConfig
-    reads_ahead = False  # a batch is sampled by the weights of its step
 
     def __init__(
         self,
@@ -287,7 +286,6 @@ class GradeSource(PolicySource):
     """Prompts whose responses a reward model judges."""
 
     cfg: GradeConfig
-    reads_ahead = True  # prompts only: responses are made inside the loss
 
     def __init__(
         self,

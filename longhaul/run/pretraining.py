@@ -23,9 +23,6 @@ class Source(Protocol):
     longhaul/posttrain/.
     """
 
-    # whether the batch of a step may be made before the step before it has changed the weights
-    reads_ahead: bool
-
     def open(self, log: Logger):
         """The log is open, and the first step comes next."""
 
@@ -50,8 +47,6 @@ class Source(Protocol):
 
 class Pretraining:
     """Rows of the data, and the measures of --evals."""
-
-    reads_ahead = True
 
     def __init__(self, ready: Ready, state: TrainState, must_stop: MustStop):
         self.ready = ready
@@ -147,21 +142,3 @@ class Pretraining:
         if end in ids:
             ids = ids[: ids.index(end)]
         return tokenizer.decode(ids)
-
-
-class Batches:
-    """The batches of a source, of which that of the next step may be made early."""
-
-    def __init__(self, source: Source):
-        self.source = source
-        self.loaded: dict[int, tuple[object, list[MicroBatch]]] = {}
-
-    def load(self, index: int):
-        """Make the batch of a step that comes, once."""
-        if index not in self.loaded:
-            self.loaded = {index: self.source.load(index)}
-
-    def take(self, index: int) -> tuple[object, list[MicroBatch]]:
-        """The batch of a step, which is not kept any longer."""
-        self.load(index)
-        return self.loaded.pop(index)

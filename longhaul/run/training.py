@@ -37,7 +37,7 @@ from longhaul.run.guard import Guard
 from longhaul.run.health import Health
 from longhaul.run.log import Logger
 from longhaul.run.preflight import Ready, Rows, preflight, training_rows
-from longhaul.run.pretraining import Batches, Source
+from longhaul.run.pretraining import Source
 from longhaul.run.rescue import Rescue, slow_stop
 from longhaul.step import MustStop, StepResult, TrainState
 from longhaul.vocab.loss import choose_kernels
@@ -222,10 +222,7 @@ class Run:
         # a source may read more folders: what is wrong with them is the user's to mend, and from
         # `guard.begin` on a ValueError counts as a fault of longhaul
         self.source = program.source(ready, self.state, guard.must_stop)
-        self.batches = Batches(self.source)
         guard.begin(ready.folder, self.state.step)
-        if ready.device.type == "cuda" and self.source.reads_ahead:
-            self.state.meanwhile = self._load_next
 
     def train(self):
         """Train to the last step, validating and saving on the way."""
@@ -326,7 +323,7 @@ class Run:
         start = time.perf_counter()
         tokens = state.tokens
         with self._unchanged():
-            loaded, batch = self.batches.take(state.step)
+            loaded, batch = self.source.load(state.step)
             computing = time.perf_counter()
             with self._kernels(), self.watch.over(state):
                 result = step.train_step(state, batch, self.guard.must_stop)
@@ -344,11 +341,6 @@ class Run:
     def _kernels(self) -> contextlib.AbstractContextManager:
         """The kernels of a step: with --deterministic only those that repeat their bits."""
         return deterministic(self.cfg.deterministic and self.device.type == "cuda")
-
-    def _load_next(self):
-        """Read the batch of the next step while the device works on this one."""
-        if self.state.step + 1 < self.ready.last_step:
-            self.batches.load(self.state.step + 1)
 
     def _warn_of_stops(self, seconds: float):
         """Warn once if a launcher would not wait for the end of a micro-batch of so many seconds

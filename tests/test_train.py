@@ -165,14 +165,6 @@ def test_half_an_hour_without_a_checkpoint_ends_with_one_and_changes_no_bit(
     assert all(torch.equal(value, last[name]) for name, value in often.items())
 
 
-def test_more_steps_of_a_decaying_schedule_say_how_the_learning_rate_jumps(data, tmp_path, capsys):
-    for steps in (4, 8):
-        train.main(command(data, tmp_path, f"--max_steps {steps} --lr 1e-3"))
-    # cosine: at its end, a tenth of the peak; then 2 of the 5 steps after the warmup are over
-    printed = capsys.readouterr().out
-    assert "max_steps 4 -> 8 (learning rate 0.0001 -> 0.000689)" in printed
-
-
 def test_a_run_that_is_extended_continues_where_it_ended(data, tmp_path, finished, capsys):
     out = tmp_path / "run"
     train.main(command(data, out, "--max_steps 4 --schedule constant"))

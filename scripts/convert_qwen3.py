@@ -17,7 +17,6 @@ import torch
 from base import durable
 from base.flags import PRECISIONS, precision, spellings
 from base.tensors import Later
-from data.dataset import open_dataset
 from data.export_tokenizer import EXTRAS, exported
 from data.hugging_face import (
     SETTINGS,
@@ -26,7 +25,6 @@ from data.hugging_face import (
     read_settings,
 )
 from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
-from data.manifest import MANIFEST
 from data.writer import require_new
 from longhaul import cli, qwen3
 from longhaul.checkpoint import start
@@ -195,22 +193,14 @@ def end_token(run: Path, tokenizer: Path) -> str | None:
 
 
 def end_of_document(checkpoint: Checkpoint, eod: str = "") -> int | None:
-    """The id of `eod`, or the one that ends a document, from the run's tokenizer; without one, from
-    its data if they are still there and the same. None if nothing says it.
-    """
+    """The id of `eod`, or the one that ends a document, from the run's tokenizer; None without."""
     run = checkpoint.folder.parent
     path = find_tokenizer(run)
-    if path is not None:
-        return load_tokenizer(path, eod or None).eod_id
-    if eod:
+    if path is None and eod:
         raise ValueError(
             f"--eod {eod} is a token, and {run} has no tokenizer that knows its id: drop --eod"
         )
-    data = Path(str(checkpoint.config.get("data")))
-    if not checkpoint.identity or not (data / MANIFEST).is_file():
-        return None
-    dataset = open_dataset(data)
-    return dataset.eod_id if dataset.fingerprint == checkpoint.identity.get("dataset") else None
+    return load_tokenizer(path, eod or None).eod_id if path else None
 
 
 if __name__ == "__main__":

@@ -95,7 +95,6 @@ class StepResult:
     loss: Tensor  # mean over the global valid tokens, nats
     grad_norm: Tensor  # before clipping
     lr: float
-    local_loss: Tensor | None = None  # this rank's share of `loss`
     # what the layers measured, by name; NaN if there was nothing to measure
     figures: dict[str, Tensor] = field(default_factory=dict)
     # whether the gradient norm was NaN or infinite on any rank, so that none took the step
@@ -311,7 +310,6 @@ def update(state: TrainState, batch: list[MicroBatch], local_loss: Tensor) -> St
         loss=loss,
         grad_norm=norm,
         lr=state.optimizer.param_groups[0]["lr"],
-        local_loss=local_loss,
         skipped=not all_finite,
         figures=_figures(state, figures),
     )

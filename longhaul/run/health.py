@@ -15,11 +15,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
 from data.loader import Order
 from data.order import format_ranges, merged, parse_ranges, ranges_of
-from longhaul import dist
 from longhaul.checkpoint.format import last_taken
 from longhaul.checkpoint.resume import names_checkpoint
 from longhaul.config import TrainConfig
@@ -103,8 +101,6 @@ class Health:
         self.command = command
         # steps, counted from 1 as the log does; in the checkpoint's manifest
         self.skipped = list(skipped)
-        # ranks with their own rows; those that share rows count as one
-        self.ranks = state.world.size // state.cfg.context_ranks
         self.spikes = Spikes(recent_losses(folder / "metrics.jsonl", state.step))
 
     def after(self, result: StepResult, say: Say) -> dict[str, float]:
@@ -114,7 +110,7 @@ class Health:
         step = self.state.step
         loss = float(result.loss)
         if result.skipped:
-            self._skip(result, say)
+            self._skip(say)
 
         score = self.spikes.score(loss)
         if score > self.state.cfg.LOSS_SPIKE:
@@ -172,31 +168,24 @@ class Health:
         step = self.state.step
         return step - last_taken(step, self.skipped) > 1 or self.skipped == [step]
 
-    def rows(self, step: int, ranks: Iterable[int] | None = None) -> tuple[str, ...]:
-        """The rows of a step as ranges of the order; `ranks`: only theirs."""
-        return format_ranges(ranges_of(self._positions(step, ranks)))
-
-    def _positions(self, step: int, ranks: Iterable[int] | None = None) -> list[int]:
-        found = []
-        for rank in range(self.ranks) if ranks is None else ranks:
-            found += self.loader.positions(step - 1, rank, self.ranks)
-        return found
+    def rows(self, *steps: int) -> tuple[str, ...]:
+        """The rows of these steps as ranges of the order."""
+        positions = [row for step in steps for row in self.loader.positions(step - 1)]
+        return format_ranges(ranges_of(positions))
 
     # ---- steps without a finite gradient
 
-    def _skip(self, result: StepResult, say: Say):
+    def _skip(self, say: Say):
         """Count a step that no rank took, and write its rows to a file."""
         cfg = self.state.cfg
         step = self.state.step
         self.skipped.append(step)
 
-        ranks = self._without_finite_loss(result.local_loss)
-        written = self._dump(step, ranks) if self.state.world.rank == 0 else ""
-        rows = self.rows(step, ranks)
+        written = self._dump(step) if self.state.world.rank == 0 else ""
         say(
             f"step {step}: the gradient is NaN or infinite, so no rank changed a weight "
             f"({len(self.skipped)} of {cfg.max_skipped_steps} such steps allowed); "
-            f"rows {' '.join(rows)} {written}"
+            f"rows {' '.join(self.rows(step))} {written}"
         )
 
         if cfg.optimizer_in_backward:
@@ -208,8 +197,7 @@ class Health:
 
     def _halt(self, why: str):
         """NumericalHalt naming all skipped steps and their rows."""
-        positions = [position for step in self.skipped for position in self._positions(step)]
-        rows = format_ranges(ranges_of(positions))
+        rows = self.rows(*self.skipped)
         steps = ", ".join(str(step) for step in self.skipped)
         fault = ""
         if self._may_be_broken():
@@ -220,22 +208,12 @@ class Health:
             f"to {self.folder / 'skipped'}{fault}: {self.way_back(rows)}"
         )
 
-    def _without_finite_loss(self, loss: Tensor) -> list[int]:
-        """The ranks whose own loss is not finite, those that share rows counted as one. If every
-        loss is finite, the backward overflowed, and all ranks are returned.
-        """
-        bad = torch.zeros(self.state.world.size, device=loss.device)
-        bad[self.state.world.rank] = float(not loss.isfinite())
-        sharing = self.state.cfg.context_ranks
-        ranks = sorted({int(rank) // sharing for rank in dist.all_sum(bad).nonzero()})
-        return ranks or list(range(self.ranks))
-
-    def _dump(self, step: int, ranks: list[int]) -> str:
-        """Write the rows of these ranks to skipped/step-NNNNNNNN.safetensors. Says where, or why
-        not: the run goes on without this file.
+    def _dump(self, step: int) -> str:
+        """Write the rows of a step to skipped/step-NNNNNNNN.safetensors. Says where, or why not:
+        the run goes on without this file.
         """
         path = self.folder / "skipped" / f"step-{step:08d}.safetensors"
-        positions = self._positions(step, ranks)
+        positions = list(self.loader.positions(step - 1))
         batch = self.loader.rows(positions)
         tensors = {
             name: torch.from_numpy(getattr(batch, name)).int()
@@ -245,7 +223,6 @@ class Health:
             "step": step,
             "rows": positions,
             "plan_rows": [self.loader.row_index(position) for position in positions],
-            "ranks": ranks,
             "dataset": self.loader.fingerprint,
         }
         metadata = {name: json.dumps(value) for name, value in about.items()}

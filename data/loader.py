@@ -54,7 +54,6 @@ class Order(ABC):
         context_length: int,
         global_batch_rows: int,
         seed: int,
-        skip: Ranges,
         fingerprint: str,
     ):
         if global_batch_rows < 1:
@@ -64,7 +63,7 @@ class Order(ABC):
         self.context_length = context_length
         self.global_batch_rows = global_batch_rows
         self.seed = seed
-        self.skip = skip
+        self.skip: Ranges = ()
         self.fingerprint = fingerprint
 
     # ---- order
@@ -75,20 +74,15 @@ class Order(ABC):
         other.skip = skip
         return other
 
-    def first_position(self, step: int, skip: Ranges | None = None) -> int:
-        """The position at which a step begins; `skip`: instead of this order's."""
-        skip = self.skip if skip is None else skip
-        return remaining_position(step * self.global_batch_rows, skip)
+    def first_position(self, step: int) -> int:
+        """The position at which a step begins."""
+        return remaining_position(step * self.global_batch_rows, self.skip)
 
-    def state(self, step: int, skip: Ranges | None = None) -> dict:
-        """Where step `step` begins, for a checkpoint, with "skip" if positions are skipped.
-
-        skip: as if these positions were skipped, instead of this order's.
-        """
-        skip = self.skip if skip is None else skip
-        state = {"seed": self.seed, **self.place(self.first_position(step, skip))}
-        if skip:
-            state["skip"] = [list(span) for span in skip]
+    def state(self, step: int) -> dict:
+        """Where step `step` begins, for a checkpoint, with "skip" if positions are skipped."""
+        state = {"seed": self.seed, **self.place(self.first_position(step))}
+        if self.skip:
+            state["skip"] = [list(span) for span in self.skip]
         return state
 
     def place(self, position: int) -> dict:
@@ -160,8 +154,8 @@ class Order(ABC):
 
 
 class Loader(Order):
-    """The rows of one split at one context length, in the order of `seed`, without the positions
-    in `skip`; with `lengths`, only the documents of so many tokens.
+    """The rows of one split at one context length, in the order of `seed`; with `lengths`, only the
+    documents of so many tokens.
 
     Raises ValueError if the split has fewer rows than one global batch, naming what would work.
     """
@@ -173,10 +167,9 @@ class Loader(Order):
         global_batch_rows: int,
         seed: int = 0,
         split: str = "train",
-        skip: Ranges = (),
         lengths: range | None = None,
     ):
-        super().__init__(context_length, global_batch_rows, seed, skip, dataset.fingerprint)
+        super().__init__(context_length, global_batch_rows, seed, dataset.fingerprint)
         self.dataset = dataset
         self.split = dataset.split(split)
         if lengths is not None:

@@ -31,7 +31,6 @@ import numpy as np
 from data.dataset import ENDLESS, Dataset, in_words, open_dataset
 from data.load_tokenizer import hash_of_ids
 from data.loader import Batch, Loader, Order
-from data.order import Ranges
 from data.packing import too_short
 
 DECIMALS = 4  # of a share, at most
@@ -284,10 +283,9 @@ class Mixture(Order):
         context_length: int,
         global_batch_rows: int,
         seed: int = 0,
-        skip: Ranges = (),
     ):
         self.corpora = list(dict.fromkeys(part.corpus for part in parts))
-        super().__init__(context_length, global_batch_rows, seed, skip, fingerprint(self.corpora))
+        super().__init__(context_length, global_batch_rows, seed, fingerprint(self.corpora))
         self.parts = parts
         self.turns = Turns([part.share for part in parts])
         self.loaders = [_loader(part, context_length, seed) for part in parts]
@@ -352,7 +350,6 @@ def order(
     context_length: int,
     global_batch_rows: int,
     seed: int = 0,
-    skip: Ranges = (),
     split: Split | None = None,
     whole: bool = False,
 ) -> Order:
@@ -362,9 +359,8 @@ def order(
     """
     found = parts(corpora, split, context_length if whole else None)
     if len(corpora) == 1 and split is None:
-        loader = _loader(found[0], context_length, seed, global_batch_rows)
-        return loader.without(skip)
-    return Mixture(found, context_length, global_batch_rows, seed, skip)
+        return _loader(found[0], context_length, seed, global_batch_rows)
+    return Mixture(found, context_length, global_batch_rows, seed)
 
 
 def left_out(corpora: Sequence[Corpus], context_length: int) -> list[str]:

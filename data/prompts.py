@@ -15,7 +15,6 @@ import numpy as np
 
 from data.dataset import Dataset, Split
 from data.loader import IGNORE, Batch, Order
-from data.order import Ranges
 
 
 class Prompt(NamedTuple):
@@ -64,9 +63,8 @@ class Prompts(Order):
         longest: int,
         global_batch_rows: int,
         seed: int = 0,
-        skip: Ranges = (),
     ):
-        super().__init__(longest, global_batch_rows, seed, skip, dataset.fingerprint)
+        super().__init__(longest, global_batch_rows, seed, dataset.fingerprint)
         self.dataset = dataset
         self.split = dataset.split("train")
         self.rows_per_epoch = self.split.num_documents

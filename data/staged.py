@@ -36,31 +36,30 @@ class Staged(Order):
     `context_length` and `global_batch_rows` are those of the last stage, whose rows are longest.
     """
 
-    def __init__(self, stages: Sequence[Stage], skip: Ranges = ()):
+    def __init__(self, stages: Sequence[Stage]):
         last = stages[-1].order
-        super().__init__(
-            last.context_length, last.global_batch_rows, last.seed, skip, last.fingerprint
-        )
-        self.stages = [
-            Stage(first_step, order.without(within(skip, number)))
-            for number, (first_step, order) in enumerate(stages)
-        ]
+        super().__init__(last.context_length, last.global_batch_rows, last.seed, last.fingerprint)
+        self.stages = stages
 
     def without(self, skip: Ranges) -> "Staged":
         """The same order without the positions in `skip`, instead of those in its own."""
-        return Staged(self.stages, skip)
+        other = super().without(skip)
+        other.stages = [
+            Stage(first_step, order.without(within(skip, number)))
+            for number, (first_step, order) in enumerate(self.stages)
+        ]
+        return other
 
     def stage_of(self, step: int) -> int:
         """The number of the stage that a step belongs to."""
         begun = [number for number, stage in enumerate(self.stages) if stage.first_step <= step]
         return begun[-1]
 
-    def first_position(self, step: int, skip: Ranges | None = None) -> int:
-        """The position at which a step begins; `skip`: instead of this order's."""
+    def first_position(self, step: int) -> int:
+        """The position at which a step begins."""
         number = self.stage_of(step)
         first_step, order = self.stages[number]
-        own = within(self.skip if skip is None else skip, number)
-        return number * APART + order.first_position(step - first_step, own)
+        return number * APART + order.first_position(step - first_step)
 
     def place(self, position: int) -> dict:
         """As its stage has it, with the number of the stage."""

@@ -78,7 +78,7 @@ def dataset(tmp_path_factory):
 
 @pytest.mark.parametrize("skip", [(), ((0, 4),), ((5, 6), (9, 14)), ((3, 60),)])
 def test_a_loader_without_rows_has_the_others_in_their_order_on_any_number_of_ranks(dataset, skip):
-    loader, plain = Loader(dataset, 32, 4, skip=skip), Loader(dataset, 32, 4)
+    loader, plain = Loader(dataset, 32, 4).without(skip), Loader(dataset, 32, 4)
     expected = [p for p in range(200) if not any(begin <= p < end for begin, end in skip)][:32]
     for ranks in (1, 2, 4):
         found = [

@@ -214,7 +214,7 @@ def check_position(checkpoint: Checkpoint, rows: Order, cfg: TrainConfig):
     """CheckpointError unless the data position is where the checkpoint's step begins; ValueError if
     corpora have other shares than it was trained with and --resume does not name the checkpoint.
     """
-    expected = rows.state(checkpoint.step, recorded_skips(checkpoint))
+    expected = rows.without(recorded_skips(checkpoint)).state(checkpoint.step)
     before = checkpoint.data.get("shares")
     now = expected.get("shares")
     if before != now:

@@ -76,7 +76,7 @@ def fitting_prompts(
         require_fitting(dataset, dataset.split("val"), cfg.longest_prompt)
     rows = cfg.rows_per_step(world.size)
     skip = parse_ranges(cfg.skip_rows)
-    return Prompts(dataset, cfg.longest_prompt, rows, seed=cfg.seed, skip=skip)
+    return Prompts(dataset, cfg.longest_prompt, rows, seed=cfg.seed).without(skip)
 
 
 def judged_prompts(

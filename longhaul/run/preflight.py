@@ -253,7 +253,7 @@ def training_rows(cfg: TrainConfig, corpora: Sequence[Corpus], world: dist.World
     for stage in cfg.stages():
         rows = rows_of(stage, cfg, corpora, world)
         stages.append(staged.Stage(stage.first_step, rows))
-    return staged.Staged(stages, skip)
+    return staged.Staged(stages).without(skip)
 
 
 def rows_of(stage: Stage, cfg: TrainConfig, corpora: Sequence[Corpus], world: dist.World) -> Order:

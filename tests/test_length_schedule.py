@@ -17,8 +17,7 @@ from data.mixture import Corpus, Fraction, order
 from data.staged import APART, Stage, Staged, require_longer_documents
 from data.writer import write_dataset
 from longhaul import dist, lengths
-from longhaul.checkpoint import resume, start
-from longhaul.checkpoint.format import Checkpoint
+from longhaul.checkpoint import start
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory import plan as planner
@@ -162,16 +161,6 @@ def test_skipped_rows_are_those_of_their_stage(staged):
     assert list(skipping.positions(5)) == [APART, APART + 2, APART + 3, APART + 4]
     assert list(skipping.positions(8)) == list(staged.positions(8))
     assert skipping.state(6)["skip"] == [list(span) for span in skip]
-
-
-@pytest.mark.parametrize("step", [0, 3, 5, 6, 8, 9])
-def test_a_resume_finds_the_position_without_the_data(staged, step, tmp_path):
-    skip = ((3, 5), (APART + 1, APART + 2))
-    cfg = settings("16:5,32:3,64:2", skip_rows=("3:5", f"{APART + 1}:{APART + 2}"))
-    found = dict(tokens=0, config={}, model_config={}, files={}, rows_per_step=2)
-    checkpoint = Checkpoint(tmp_path, step, data={"skip": skip}, **found)
-    expected = staged.without(skip).first_position(step)
-    assert resume._first_untrained(checkpoint, cfg, skip) == expected
 
 
 def test_tokens_of_corpora_are_counted_over_all_stages(corpus):

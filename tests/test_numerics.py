@@ -121,22 +121,24 @@ def checkpoint(step: int, skip=()) -> Checkpoint:
         (2, ((8, 12),), ["8:12", "12:16"], ("8:16",)),
     ],
 )
-def test_a_resume_keeps_what_was_left_out_and_adds_what_comes_later(at, recorded, given, expected):
-    assert (
-        resume.with_skips(checkpoint(at, recorded), TrainConfig(skip_rows=tuple(given))).skip_rows
-        == expected
-    )
+def test_a_resume_keeps_what_was_left_out_and_adds_what_comes_later(
+    dataset, at, recorded, given, expected
+):
+    cfg = TrainConfig(skip_rows=tuple(given))
+    rows = Loader(dataset, 32, 4)
+    assert resume.with_skips(checkpoint(at, recorded), cfg, rows).skip_rows == expected
 
 
 @pytest.mark.parametrize(
     "at, recorded, given",
     [(2, (), ["0:4"]), (2, (), ["7:20"]), (2, ((4, 8),), ["10:11"]), (3, ((4, 8),), ["4:9"])],
 )
-def test_rows_that_were_trained_on_cannot_be_left_out_any_more(at, recorded, given):
+def test_rows_that_were_trained_on_cannot_be_left_out_any_more(dataset, at, recorded, given):
+    rows = Loader(dataset, 32, 4)
     with pytest.raises(
         ValueError, match="was trained on the rows before .*: resume an earlier one"
     ):
-        resume.with_skips(checkpoint(at, recorded), TrainConfig(skip_rows=tuple(given)))
+        resume.with_skips(checkpoint(at, recorded), TrainConfig(skip_rows=tuple(given)), rows)
 
 
 # ---- spikes

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from data import order, staged
+from data import order
 from data.loader import Order
 from longhaul.checkpoint.earlier import check_dropped, present_settings
 from longhaul.checkpoint.format import MANIFEST, Checkpoint, CheckpointError
@@ -244,14 +244,14 @@ def recorded_skips(checkpoint: Checkpoint) -> order.Ranges:
     return order.merged(checkpoint.data.get("skip", ()))
 
 
-def with_skips(checkpoint: Checkpoint, cfg: TrainConfig) -> TrainConfig:
+def with_skips(checkpoint: Checkpoint, cfg: TrainConfig, rows: Order) -> TrainConfig:
     """`cfg` with the rows that the checkpoint had skipped; ValueError if --skip_rows names rows
     that it was already trained on.
     """
     recorded = recorded_skips(checkpoint)
     both = order.merged([*recorded, *order.parse_ranges(cfg.skip_rows)])
 
-    trained = _first_untrained(checkpoint, cfg, recorded)
+    trained = rows.without(recorded).first_position(checkpoint.step)
     if order.ranges_below(both, trained) != order.ranges_below(recorded, trained):
         raise ValueError(
             f"--skip_rows {' '.join(cfg.skip_rows)}: the checkpoint of step {checkpoint.step} was "
@@ -259,17 +259,6 @@ def with_skips(checkpoint: Checkpoint, cfg: TrainConfig) -> TrainConfig:
             "--output_dir, or name later rows"
         )
     return dataclasses.replace(cfg, skip_rows=order.format_ranges(both))
-
-
-def _first_untrained(checkpoint: Checkpoint, cfg: TrainConfig, skipped: order.Ranges) -> int:
-    """The position at which the checkpoint's next step begins."""
-    stage = cfg.stage_of(checkpoint.step)
-    shorter = cfg.context_length // stage.cfg.context_length
-    rows = (checkpoint.step - stage.first_step) * checkpoint.rows_per_step * shorter
-    if not cfg.length_schedule:
-        return order.remaining_position(rows, skipped)
-    own = staged.within(skipped, stage.number)
-    return stage.number * staged.APART + order.remaining_position(rows, own)
 
 
 # ---- what has changed

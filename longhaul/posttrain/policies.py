@@ -16,7 +16,6 @@ import torch
 from data.dataset import Dataset
 from data.load_tokenizer import load_tokenizer
 from data.mixture import Corpus
-from data.order import parse_ranges
 from data.prompts import Prompt, Prompts, read_prompt, require_fitting, require_one_length
 from longhaul import dist, step
 from longhaul.checkpoint import start
@@ -75,8 +74,7 @@ def fitting_prompts(
             )
         require_fitting(dataset, dataset.split("val"), cfg.longest_prompt)
     rows = cfg.rows_per_step(world.size)
-    skip = parse_ranges(cfg.skip_rows)
-    return Prompts(dataset, cfg.longest_prompt, rows, seed=cfg.seed).without(skip)
+    return Prompts(dataset, cfg.longest_prompt, rows, seed=cfg.seed)
 
 
 def judged_prompts(

@@ -106,15 +106,16 @@ def preflight(
     if found:
         checkpoint = resume.continued(Path(found), cfg)
         cfg = with_recorded_batch(cfg, checkpoint, world)
-        cfg = resume.with_skips(checkpoint, cfg)
     elif cfg.init_from:
         weights = starting_weights(cfg, config, dataset, world)
 
     loader = rows(cfg, corpora, world)
+    if checkpoint is not None:
+        cfg = resume.with_skips(checkpoint, cfg, loader)
+        resume.check_position(checkpoint, loader, cfg)
+    loader = loader.without(order.parse_ranges(cfg.skip_rows))
     if cfg.eval_every:
         dist.on_rank0(lambda: check_evals(cfg, config, corpora), world)
-    if checkpoint is not None:
-        resume.check_position(checkpoint, loader, cfg)
     stamps = dist.on_rank0(lambda: verify_data(corpora, record), world)
 
     timeout = dist.on_rank0(lambda: plan.shutdown_timeout, world)
@@ -240,9 +241,8 @@ def verify_data(corpora: Sequence[Corpus], record: dict | None) -> dict:
 
 def training_rows(cfg: TrainConfig, corpora: Sequence[Corpus], world: dist.World) -> Order:
     """The rows of the training split, in their order, at each length of the schedule."""
-    skip = order.parse_ranges(cfg.skip_rows)
     if not cfg.length_schedule:
-        return rows_of(cfg.stages()[0], cfg, corpora, world).without(skip)
+        return rows_of(cfg.stages()[0], cfg, corpora, world)
 
     documents = np.concatenate([one.dataset.split("train").lengths for one in corpora])
     for before, after in itertools.pairwise(cfg.stages()):
@@ -253,7 +253,7 @@ def training_rows(cfg: TrainConfig, corpora: Sequence[Corpus], world: dist.World
     for stage in cfg.stages():
         rows = rows_of(stage, cfg, corpora, world)
         stages.append(staged.Stage(stage.first_step, rows))
-    return staged.Staged(stages).without(skip)
+    return staged.Staged(stages)
 
 
 def rows_of(stage: Stage, cfg: TrainConfig, corpora: Sequence[Corpus], world: dist.World) -> Order:

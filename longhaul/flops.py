@@ -26,7 +26,7 @@ from model import ModelConfig, Standard
 GPU_FLOPS = 400e12
 
 # Keys are counted one by one up to this position of a document; further on, a sample in the middle
-# of each stretch counts for it.
+# counts for the rest.
 COUNTED = 131_072
 SAMPLE = 1024
 
@@ -63,24 +63,16 @@ def pairs(config: ModelConfig, tokens: int) -> float:
     position 131,072 on, grow linearly apart from a pattern that repeats every 2^n <= 1,024 tokens.
     """
     total = _counted(config, 0, min(tokens, COUNTED))
-    start = COUNTED
-    whole = tokens // SAMPLE * SAMPLE
-    while start < whole:
-        end = min(2 * start, whole)
-        total += (end - start) * _mean_in_the_middle(config, start, end)
-        start = end
-    return total + _counted(config, max(whole, COUNTED), tokens)
+    if tokens <= COUNTED:
+        return total
+    end = tokens // SAMPLE * SAMPLE
+    middle = (COUNTED + end - SAMPLE) // 2
+    mean = _counted(config, middle, middle + SAMPLE) / SAMPLE
+    return total + (end - COUNTED) * mean + _counted(config, end, tokens)
 
 
 def _counted(config: ModelConfig, start: int, end: int) -> float:
-    positions = torch.arange(start, max(start, end))
-    return float(keys_read(config, positions).sum())
-
-
-def _mean_in_the_middle(config: ModelConfig, start: int, end: int) -> float:
-    """Mean keys of the positions from `start` to `end`, multiples of SAMPLE."""
-    first = (start + end - SAMPLE) // 2
-    return _counted(config, first, first + SAMPLE) / SAMPLE
+    return float(keys_read(config, torch.arange(start, end)).sum())
 
 
 def train_operations(config: ModelConfig, tokens: int, pairs: float) -> Operations:

@@ -172,8 +172,6 @@ def _fill(
         num_chars -= sum(document.num_chars for document in done)
 
     for document in encode(texts, state.tokenizer, workers, num_chars):
-        if answers:
-            _require_both(document, position)
         full = len(writer.shards)
         writer.add(document)
         if len(writer.shards) > full:  # this document begins the next one
@@ -182,16 +180,6 @@ def _fill(
             state.save()
         position += 1
     return writer
-
-
-def _require_both(document: TokenizedDocument, position: int) -> None:
-    """Raise ValueError if the prompt or the answer has no token: some tokenizers drop spaces."""
-    for name, tokens in (("prompt", ~document.learned), ("answer", document.learned)):
-        if not tokens.any():
-            raise ValueError(
-                f"the {name} of record {position + 1:,} is text without any token: leave that "
-                "record out of the input, or use another --tokenizer"
-            )
 
 
 # ---- what is done, on disk

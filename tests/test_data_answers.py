@@ -283,19 +283,6 @@ def test_flags_that_leave_no_answer_are_refused(tmp_path, monkeypatch, capsys, f
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "qa.jsonl"]
 
 
-def test_an_answer_without_any_token_is_refused(tmp_path, inputs, monkeypatch, capsys):
-    """As with a tokenizer that drops a lone space."""
-    encode = Tokenizer.encode
-    monkeypatch.setattr(
-        Tokenizer, "encode", lambda self, text: encode(self, "" if text == " " else text)
-    )
-    (tmp_path / "qa.jsonl").write_text(GOOD + '{"text": "two", "answer": " "}\n')
-    shutil.copy(inputs / "tokenizer.model", tmp_path)
-    assert main(arguments(tmp_path, tmp_path / "d", fields=["--answer_field", "answer"])) == 2
-    assert "the answer of record 2 is text without any token: leave" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["qa.jsonl", "tokenizer.model"]
-
-
 # ---- what it is for
 
 

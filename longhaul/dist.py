@@ -48,12 +48,17 @@ class World:
 # ---- the device
 
 
+def visible_gpus() -> int:
+    """GPUs that torch can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def choose_device(name: str, world: World) -> torch.device:
     """The device of this rank; `auto` takes its GPU if there is one.
 
     ValueError if a GPU was asked for and is missing, or if there are fewer GPUs than ranks.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = visible_gpus()
     if name == "cuda" and gpus == 0:
         raise ValueError(
             "--device cuda, but torch sees no GPU here: use --device cpu, install a CUDA build of "
@@ -77,17 +82,13 @@ def named_device(name: str) -> torch.device:
     """
     if name in ("auto", "cpu", "cuda"):
         return choose_device(name, World())
-    if not re.fullmatch(r"cuda:\d{1,3}", name):
-        raise ValueError(f"--device {name} is unknown: use auto, cpu, cuda or cuda:N")
-
-    device = torch.device(name)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.index >= gpus:
+    gpus = visible_gpus()
+    if name not in [f"cuda:{index}" for index in range(gpus)]:
         raise ValueError(
-            f"--device {name}, but torch sees {gpus} GPU(s) here: use --device auto, or a smaller "
-            "number"
+            f"--device {name} is unknown, and torch sees {gpus} GPU(s) here: use auto, cpu, cuda "
+            "or cuda:N"
         )
-    return device
+    return torch.device(name)
 
 
 def cores() -> int:

@@ -143,18 +143,11 @@ class Manifest:
     def open(cls, folder: Path | str) -> "Manifest":
         """Read and check the manifest of `folder`, the sizes of its shards and the other hashes.
 
-        Raises ValueError if there is no dataset, or one that was never sound or has another format,
-        and IntegrityError if the manifest or a file was changed after it was written.
+        Raises ValueError if there is no dataset, or one of another format, and IntegrityError if
+        the manifest or a file was changed after it was written.
         """
         path = Path(folder, MANIFEST)
-        content = _read(path)
-        try:
-            manifest = _parse(path, content)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is malformed ({error}): {PREPARE_AGAIN}") from None
-        if not manifest.shards or not all(one.tokens and one.documents for one in manifest.shards):
-            raise ValueError(f"{path} describes an empty dataset or shard: {PREPARE_AGAIN}")
-
+        manifest = _parse(path.parent, _read(path))
         for file in manifest.files():
             if file.path.suffix == ".idx":  # small, and read at once
                 file.check_hash()
@@ -237,38 +230,20 @@ def _read(path: Path) -> dict:
     return content
 
 
-def _parse(path: Path, content: dict) -> Manifest:
-    """The typed form of a manifest. ValueError for a file outside the folder, and for ids that
-    their vocabulary does not fit.
-    """
-    folder = path.parent
+def _parse(folder: Path, content: dict) -> Manifest:
+    """The typed form of a manifest. ValueError for a file outside the folder."""
     masked = bool(content.get("masked"))
-    vocab_size = _count(content, "vocab_size")
-    dtype = Storage.of(vocab_size, masked).dtype
-    if content["dtype"] != dtype.name:
-        # ids that did not fit when they were written, or a file that was changed later
-        kind = ValueError if dtype == np.uint32 else IntegrityError
-        raise kind(
-            f"{path}: a vocabulary of {vocab_size} needs {dtype} ids, but the manifest says "
-            f"{content['dtype']!r}: {PREPARE_AGAIN}"
-        )
-    for name in ("eod_id", "answer_id"):
-        if name in content and _count(content, name) >= vocab_size:
-            raise ValueError(
-                f"{path}: {name} {content[name]} is outside the vocabulary of {vocab_size}: "
-                f"{PREPARE_AGAIN}"
-            )
-
+    dtype = Storage.of(content["vocab_size"], masked).dtype
     tokenizer = content["tokenizer"] or {}
     tokenizer_files = [tokenizer, tokenizer.get("settings")]
     validation = _parse_file(folder, content["validation"])
     splits = ("train", "val") if validation.size else ("train",)
     return Manifest(
         folder=folder,
-        vocab_size=vocab_size,
+        vocab_size=content["vocab_size"],
         eod_id=content["eod_id"],
         shards=tuple(parse_shard(folder, record, dtype) for record in content["shards"]),
-        splits={name: _parse_split(content["splits"][name]) for name in splits},
+        splits={name: SplitSummary(**content["splits"][name]) for name in splits},
         validation=validation,
         tokenizer=tuple(_parse_file(folder, record) for record in tokenizer_files if record),
         tokenizer_sha256=tokenizer.get("ids_sha256", tokenizer.get("sha256")),
@@ -280,30 +255,17 @@ def _parse(path: Path, content: dict) -> Manifest:
     )
 
 
-def _count(record: dict, name: str) -> int:
-    """A number of something. TypeError for any other value."""
-    value = record[name]
-    if type(value) is not int or value < 0:
-        raise TypeError(f"{name} is {value!r}")
-    return value
-
-
 def parse_shard(folder: Path, record: dict, dtype: np.dtype) -> Shard:
     """A shard of `folder` as `Shard.record` describes it."""
-    tokens = _count(record, "tokens")
-    documents = _count(record, "documents")
+    tokens = record["tokens"]
+    documents = record["documents"]
     ids = StoredFile(_inside(folder, record["bin"]), tokens * dtype.itemsize, record["bin_sha256"])
     ends = StoredFile(_inside(folder, record["idx"]), documents * 8, record["idx_sha256"])
-    return Shard(ids, ends, tokens, documents, _count(record, "max_id"))
-
-
-def _parse_split(record: dict) -> SplitSummary:
-    counts = [_count(record, name) for name in ("documents", "tokens", "source_bytes")]
-    return SplitSummary(*counts, float(record["unigram_entropy"]))
+    return Shard(ids, ends, tokens, documents, record["max_id"])
 
 
 def _parse_file(folder: Path, record: dict) -> StoredFile:
-    return StoredFile(_inside(folder, record["file"]), _count(record, "bytes"), record["sha256"])
+    return StoredFile(_inside(folder, record["file"]), record["bytes"], record["sha256"])
 
 
 def _inside(folder: Path, name: str) -> Path:

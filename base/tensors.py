@@ -78,37 +78,26 @@ class Later(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor | Later]) -> dict:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor | Later], metadata: dict[str, str] | None = None
+) -> dict:
     """Write tensors of any device, force the file to the disk, return its size and digests.
 
     One tensor at a time is copied to the host. Threads hash the bytes while they are written, so
     that they need not be read again. A `Later` is hashed and let go before the next one is read.
     """
-    tensors = _large_elements_first(tensors)
+    # each tensor begins at a multiple of its element size
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    tensors = {name: tensors[name] for name in order}
     digests = durable.Digests()
     with digests.pool, open(path, "wb", buffering=0) as file:
-        _append(file, digests, _header(tensors))
+        _append(file, digests, _header(tensors, metadata))
         for tensor in tensors.values():
             _append(file, digests, _host_bytes(tensor))
             if isinstance(tensor, Later):
                 digests.catch_up()
         durable.fsync(path)
         return digests.result()
-
-
-def write_one_by_one(path: Path, tensors: Mapping[str, Later], metadata: dict[str, str]) -> None:
-    """Write tensors of which one at a time is in memory."""
-    tensors = _large_elements_first(tensors)
-    with open(path, "wb", buffering=0) as file:
-        durable.write(file, _header(tensors, metadata))
-        for later in tensors.values():
-            durable.write(file, _host_bytes(later))
-
-
-def _large_elements_first(tensors: Mapping[str, Tensor | Later]) -> dict[str, Tensor | Later]:
-    """In an order in which each tensor begins at a multiple of its element size."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    return {name: tensors[name] for name in order}
 
 
 def _append(file: BinaryIO, digests: durable.Digests, content: durable.Bytes) -> None:
@@ -127,7 +116,7 @@ def _host_bytes(tensor: Tensor | Later) -> memoryview:
     return memoryview(host.flatten().view(torch.uint8).numpy())
 
 
-def _header(tensors: Mapping[str, Tensor | Later], metadata: dict[str, str] | None = None) -> bytes:
+def _header(tensors: Mapping[str, Tensor | Later], metadata: dict[str, str] | None) -> bytes:
     """The length and the JSON text, padded with spaces to a multiple of eight bytes."""
     table: dict[str, dict] = {"__metadata__": metadata} if metadata else {}
     end = 0

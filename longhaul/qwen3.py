@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from base import durable
-from base.tensors import WEIGHTS, Later, opened, write_one_by_one
+from base.tensors import WEIGHTS, Later, opened, write_tensors
 from base.untrusted import read_json, refuse_pickle
 from longhaul import dist, kernels
 from longhaul.kinds import attention_kind
@@ -578,7 +578,7 @@ def _write_weights(tensors: dict[str, Later], folder: Path, shard_bytes: int) ->
     weight_map = {}
     for file, names in zip(files, shards, strict=True):
         chosen = {name: tensors[name] for name in names}
-        write_one_by_one(folder / file, chosen, metadata={"format": "pt"})
+        write_tensors(folder / file, chosen, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
 
     if len(shards) > 1:

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
+from base.tensors import write_tensors
 from data.loader import Order
 from data.order import format_ranges, merged, parse_ranges, ranges_of
 from longhaul.checkpoint.format import last_taken
@@ -228,8 +227,8 @@ class Health:
         metadata = {name: json.dumps(value) for name, value in about.items()}
         try:
             path.parent.mkdir(exist_ok=True)
-            save_file(tensors, path, metadata=metadata)
-        except (OSError, SafetensorError) as error:
+            write_tensors(path, tensors, metadata)
+        except OSError as error:
             return f"could not be written down ({error})"
         return f"are in {path}"
 

@@ -121,7 +121,6 @@ class TextFiles:
         self._replace = replace
         self._limit = document_bytes
         self._replaced: dict[str, int] = {}  # place of the first one of a document -> U+FFFD
-        self._cut: dict[Path, int] = {}
 
         self._files = [file for one in self._inputs for file in one.files]
         for one in self._inputs:
@@ -147,11 +146,6 @@ class TextFiles:
             lines.append(
                 f"read as plain text, with all markup: {some(tables)}: write JSONL to read "
                 "a field of their records"
-            )
-        if self._cut:
-            lines.append(
-                f"cut into documents of at most {self._limit:,} bytes (--max_document_mib): "
-                f"{some(list(self._cut))}"
             )
         if self._replaced:
             first = next(iter(self._replaced))
@@ -202,8 +196,6 @@ class TextFiles:
         """The text of a file: one document, several if it is longer than the limit."""
         with self._opened(file) as stream:
             for offset, content in _blocks(stream, self._limit):
-                if offset:
-                    self._cut[file] = offset
                 if content is None:
                     self._report(self._too_long(f"{file}:{offset}: a line"))
                     return

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from longhaul.exits import BAD_INPUT, Halt, StorageError, code_of, last_words
+from longhaul.exits import BAD_INPUT, Halt, StorageError, last_words
 
 # Ranks may wait in a collective while rank 0 hashes or prepares a large data set.
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
@@ -312,7 +312,7 @@ def on_rank0(function: Callable[[], Any], world: World) -> Any:
         except (ValueError, Halt, StorageError) as caught:
             error = caught
 
-    refusal = None if error is None else (str(error), code_of(error, BAD_INPUT))
+    refusal = None if error is None else (str(error), getattr(error, "exit_code", BAD_INPUT))
     shared = [result, refusal]
     if world.size > 1:
         torch.distributed.broadcast_object_list(shared, src=0)

@@ -45,11 +45,6 @@ class WorldError(ValueError):
     exit_code = WORLD
 
 
-def code_of(error: BaseException, otherwise: int = 1) -> int:
-    """The exit code that `error` carries, or `otherwise`."""
-    return getattr(error, "exit_code", otherwise)
-
-
 def cause_and_remedy(words: str) -> tuple[str, str]:
     """The words before and after the last ": "; without one, all of them are the cause."""
     cause, _, remedy = words.rpartition(": ")

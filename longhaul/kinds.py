@@ -135,27 +135,15 @@ class NSAKind(SparseKind):
         super().check(config, device)
 
     @classmethod
-    def added_params(cls, config: ModelConfig) -> tuple[int, int, int]:
-        """(matrices over tokens, matrices over compressed blocks, vectors) of SparseBranches."""
+    def products(cls, config: ModelConfig) -> float:
         nsa = config.attention
         K = config.head_dim
-        tokens = config.hidden_size * 3 * config.num_heads
-        blocks = 0
-        vectors = 3 * config.num_heads + K
+        products = super().products(config) + config.hidden_size * 3 * config.num_heads
         if nsa.kv == "separate":
-            tokens += config.hidden_size * 4 * config.num_kv_heads * K
-            vectors += 2 * K
-        if nsa.cmp_kind == "mlp":
-            blocks = 2 * (nsa.cmp_block + 1) * K * K
-            vectors += nsa.cmp_block * K
-        return tokens, blocks, vectors
-
-    @classmethod
-    def products(cls, config: ModelConfig) -> float:
-        """A compression matrix works once per stride and KV head."""
-        tokens, blocks, _ = cls.added_params(config)
-        blocks_per_token = config.num_kv_heads / config.attention.cmp_stride
-        return super().products(config) + tokens + blocks * blocks_per_token
+            products += config.hidden_size * 4 * config.num_kv_heads * K
+        if nsa.cmp_kind == "mlp":  # its matrices work once per stride and KV head
+            products += 2 * (nsa.cmp_block + 1) * K * K * config.num_kv_heads / nsa.cmp_stride
+        return products
 
     @classmethod
     def keys_read(cls, config: ModelConfig, positions: Tensor) -> Tensor:
@@ -225,14 +213,10 @@ class IndexedKind(SelectedKind):
         super().check(config, device)
 
     @classmethod
-    def added_products(cls, config: ModelConfig) -> int:
-        """Parameters of the indexer's two projections."""
-        return config.hidden_size * (config.num_kv_heads + 1) * config.attention.head_dim
-
-    @classmethod
     def products(cls, config: ModelConfig) -> float:
         """The indexer's projections count 2/3: their input, detached, needs no gradient."""
-        return super().products(config) + cls.added_products(config) * 2 / 3
+        added = config.hidden_size * (config.num_kv_heads + 1) * config.attention.head_dim
+        return super().products(config) + added * 2 / 3
 
     @classmethod
     def keys_read(cls, config: ModelConfig, positions: Tensor) -> Tensor:

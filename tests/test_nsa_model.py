@@ -332,14 +332,12 @@ def test_qwen3_weights_start_a_sparse_model_and_what_nsa_adds_starts_fresh(tmp_p
     dense = kernels.decoder(dataclasses.replace(build().config, attention=Standard()))
     qwen3.to_hf(dense, tmp_path / "qwen3")
     sparse = qwen3.from_hf(tmp_path / "qwen3", attention=NSAConfig(**SIZES))
-    theirs, added = dict(dense.named_parameters()), 0
+    theirs = dict(dense.named_parameters())
     for name, parameter in sparse.named_parameters():
         if ".sparse." in name:
-            added += parameter.numel()
             assert parameter.isfinite().all()
         else:
             assert torch.equal(parameter, theirs[name]), name
-    assert added == sum(attention_kind(sparse.config).added_params(sparse.config)) * 2
     with pytest.raises(ValueError, match="no counterpart in transformers"):
         qwen3.to_hf(sparse, tmp_path / "again")
 

@@ -1,11 +1,12 @@
-"""Tensors on disk: safetensors files, which the library checks, hashed while they are written.
+"""Tensors on disk: safetensors files, checked before they are opened and hashed while written.
 
     8 bytes    N, the length of the header, little-endian
     N bytes    the header: {name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}
     the rest   the bytes of the tensors, back to back
 
-The safetensors library refuses overlapping and missing bytes, and headers of more than 100 MB. Of a
-name that is given twice it takes the last.
+The safetensors library refuses overlapping and missing bytes, but it takes the last of two equal
+keys and parses headers of up to 100 MB. Here a repeated key and a header of more than 2 MiB are
+refused before the library sees the file.
 """
 
 import json
@@ -20,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from base import durable
-from base.untrusted import refuse_pickle
+from base.untrusted import parse_json, refuse_pickle
 
+HEADER_BYTES = 2 * 2**20  # 15,000 tensors; the 4B with its optimizer states has 160 KB
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -48,11 +50,20 @@ def opened(path: Path) -> Iterator[safe_open]:
     """
     refuse_pickle(path)
     try:
-        with safe_open(path, framework="pt") as source:
+        _check_header(path)
+        reader = safe_open(path, framework="pt")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _unreadable(path, error) from None
+    try:
+        with reader as source:
             yield source
     except (OSError, SafetensorError) as error:
-        words = " ".join(str(error).split())[:200]  # the library repeats names of any length
-        raise ValueError(f"{path} cannot be read ({words}): download or copy it again") from None
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    words = " ".join(str(error).split())[:200]  # the library repeats names of any length
+    return ValueError(f"{path} cannot be read ({words}): download or copy it again")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -60,6 +71,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     with opened(path) as source:
         names = source.keys()
         return {name: source.get_tensor(name) for name in names}
+
+
+def _check_header(path: Path) -> None:
+    """ValueError for what the library would accept: a long header, and a key that it has twice."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
+        if length > HEADER_BYTES:
+            raise ValueError(f"a header of {length:,} bytes, at most {HEADER_BYTES:,} are read")
+        parse_json(file.read(length))
 
 
 # ---- writing

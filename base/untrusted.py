@@ -55,9 +55,20 @@ def read_json(path: Path, limit: int = JSON_BYTES) -> object:
 def parse_json(content: bytes) -> object:
     """The JSON value in UTF-8 bytes.
 
-    Raises ValueError for anything else, and for brackets that are nested too deeply.
+    Raises ValueError for anything else, for a key that is given twice in one object, and for
+    brackets that are nested too deeply.
     """
     try:
-        return json.loads(content.decode("utf-8"))
+        return json.loads(content.decode("utf-8"), object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("its brackets are nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict:
+    """The object of these pairs. Raises ValueError if two of them have the same key."""
+    found = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key[:80]!r} is given twice")
+        found[key] = value
+    return found

@@ -161,6 +161,8 @@ def test_no_safetensors_header_is_taken_for_a_pickle(tmp_path_factory, length):
 @pytest.mark.parametrize(
     "text",
     [
+        b'{"a": 1, "a": 2}',
+        b'{"x": {"a": 1, "b": 2, "a": 1}}',
         b"[" * 100_000,
         b"\xff",
         b"{",

@@ -147,8 +147,8 @@ def foreign_tensors(trials: int, folder: Path) -> str:
     path = folder / "model.safetensors"
     one = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     faults = {
-        "huge header": (b" " * 8, 2**63, "header too large"),
-        "long header": (b" " * (200 * 2**20), None, "header too large"),
+        "huge header": (b" " * 8, 2**63, "a header of"),
+        "long header": (b" " * (200 * 2**20), None, "a header of"),
         "overlap": (
             json.dumps({"a": one, "b": one}).encode(),
             None,
@@ -163,6 +163,15 @@ def foreign_tensors(trials: int, folder: Path) -> str:
             json.dumps({"a": dict(one, shape=[40], data_offsets=[0, 160])}).encode(),
             None,
             "not fully covered",
+        ),
+        "duplicate key": (
+            b'{"a": '
+            + json.dumps(one).encode()
+            + b', "a": '
+            + json.dumps(dict(one, data_offsets=[8, 16])).encode()
+            + b"}",
+            None,
+            "'a' is given twice",
         ),
         "overflow": (
             json.dumps({"a": dict(one, shape=[2**62, 4, 2])}).encode(),

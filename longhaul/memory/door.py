@@ -101,6 +101,13 @@ class CardFlags:
         return bool(self.gpu or self.gpu_memory_gib)
 
     @property
+    def target(self) -> str:
+        """What footprint predicts for: workspaces of kernels, and times, differ by card."""
+        if self.gpu:
+            return self.card().name
+        return "cpu" if self.device == "cpu" else "cuda"
+
+    @property
     def searches(self) -> str:
         """The flag of a search that is asked for, or nothing."""
         if self.advise:
@@ -164,11 +171,6 @@ class StepConfig(CardFlags):
         if self.device == "cpu" and self.has_card:
             raise ValueError("--gpu and --vram say what a GPU holds: drop them, or --device cpu")
         self.answers()
-
-    @property
-    def target(self) -> str:
-        """What footprint predicts for: workspaces of kernels differ by card."""
-        return self.card().name if self.gpu else self.device
 
     def answers(self) -> dict[str, object]:
         """The values of --answer by their lines, as footprint.predict takes them."""

@@ -403,7 +403,7 @@ def _worded_for_the_shell() -> Iterator[None]:
 
 def of_hugging_face(cfg: StepConfig, typed: Set[str]) -> Callable[[StepConfig], Report]:
     """What predicts a Hugging Face folder; `typed`: the flags of the command line."""
-    told = functools.partial(hugging_face.ToldInOneLine, cfg.hf)
+    told = functools.partial(hugging_face.told_in_one_line, cfg.hf)
     with told():
         reads_tokens = hugging_face.reads_tokens(cfg.hf)
     if not reads_tokens and ("seq" in typed or cfg.solve == "context"):
@@ -440,7 +440,7 @@ def of_file(cfg: StepConfig, typed: Set[str]) -> Callable[[StepConfig], Report]:
         given = {name: getattr(cfg, name) for name in sizes}
         return functools.partial(_built, build, cfg.fsdp), functools.partial(step, **given)
 
-    return functools.partial(_predicted, made, users_file.ToldInOneLine)
+    return functools.partial(_predicted, made, users_file.told_in_one_line)
 
 
 def _check_arguments(words: str, call: str, function: Callable, *args: Any, **given: Any) -> None:
@@ -497,7 +497,7 @@ def _functions(words: str) -> tuple[Callable, Callable]:
     path, _, names = words.partition(":")
     build, _, step = (names or "build,step").partition(",")
     file = UsersFile(path)
-    with users_file.ToldInOneLine():
+    with users_file.told_in_one_line():
         module = file.load()
     for name in (build, step):
         if not callable(getattr(module, name, None)):

@@ -6,9 +6,8 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -48,25 +47,22 @@ class Unusable(ValueError):
     """A configuration whose training step cannot be made."""
 
 
-class ToldInOneLine:
+@contextlib.contextmanager
+def told_in_one_line(folder: str) -> Iterator[None]:
     """Inside the `with` block, an error of transformers becomes an `Unusable` that names its line.
     Refusals, and errors in which transformers has no part, stay what they are.
     """
-
-    def __init__(self, folder: str):
-        self.folder = folder
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind, error: BaseException | None, raised: TracebackType | None) -> None:
-        if not isinstance(error, Exception) or isinstance(error, Refused | Unusable | TooLong):
-            return
-        where = next(iter(lines_of(raised, _is_theirs)), "")
+    try:
+        yield
+    except (Refused, Unusable, TooLong):
+        raise
+    except Exception as error:
+        where = next(iter(lines_of(error.__traceback__, _is_theirs)), "")
         if not where:
-            return
+            raise
         remedy = next((REMEDIES[part] for part in REMEDIES if part in str(error)), "mend it")
         raise Unusable(
-            f"--hf {self.folder}: transformers cannot use config.json ({where}: "
+            f"--hf {folder}: transformers cannot use config.json ({where}: "
             f"{described(error)}): {remedy}, or {ELSEWISE}"
         ) from error
 

@@ -135,9 +135,8 @@ def table(predicted: Profile, measured: dict, demand: Demand | None = None) -> s
     rows = [f"{'stage':<20}{'predicted GiB':>15}{'measured GiB':>15}{'difference':>12}"]
     expected = predicted.trace.peak_by_stage()
     found = measured["stages"]
-    if found:
-        for stage in dict.fromkeys([*expected, *found]):
-            rows.append(_row(stage, expected.get(stage, 0), found.get(stage, 0)))
+    for stage in dict.fromkeys([*expected, *found]):
+        rows.append(_row(stage, expected.get(stage, 0), found.get(stage, 0)))
 
     peak, _ = predicted.trace.peak()
     rows.append(_row("allocator peak", peak, measured["allocator_peak_bytes"]))

@@ -369,8 +369,7 @@ def solve(cfg: ProfileConfig) -> int:
     gpus = cfg.gpus or cfg.nproc
     if cfg.solve == "world_size" and not cfg.gpus:
         gpus = max(cfg.nproc, MOST_GPUS)
-    found = solver.solve(cfg.training(), cfg.solve, room, gpus, say, cfg.target)
-    return found.verdict.exit_code
+    return solver.solve(cfg.training(), cfg.solve, room, gpus, say, cfg.target).exit_code
 
 
 def say(line: str):

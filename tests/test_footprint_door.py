@@ -431,5 +431,4 @@ def test_a_card_without_a_question_says_whether_it_holds_the_step(llama, answer,
     assert (code, found["placement"]) == (0, "fits")
     said = capsys.readouterr().out
     assert "on H100 (79.1 GiB): fits" in said
-    assert "max_position_embeddings 2048" in said
     assert answer("--hf", llama, "--vram", 0.5)[0] == 3

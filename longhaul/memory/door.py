@@ -231,7 +231,6 @@ def _answer(cfg: StepConfig, typed: Mapping[str, Any], say: Say) -> int:
     report = (best or smallest).found.report
     say(f"\n{report}\n")
     say(words)
-    _warn(best.request if best else cfg, say)
     code = search.verdict(best).exit_code
     tried = [one.as_json() for one in search.tried]
     answer = dataclasses.asdict(best.request) if best else None
@@ -341,7 +340,6 @@ def _predict(
     """Predict the step as it is asked for; and whether a card that is given holds it."""
     report = predicted(cfg)
     say(str(report))
-    _warn(cfg, say)
     if on is None:
         _write(cfg, report, {})
         return Verdict.FITS
@@ -350,16 +348,6 @@ def _predict(
     say(f"on {on.name} ({on.gib:g} GiB): {placement}")
     _write(cfg, report, {"card": on.name, "placement": placement})
     return VERDICTS[placement]
-
-
-def _warn(cfg: StepConfig, say: Say) -> None:
-    """Say that a row is longer than the model was made for."""
-    most = hugging_face.positions(cfg.hf) if cfg.hf else None
-    if most and cfg.seq > most:
-        say(
-            f"warning: --seq {cfg.seq} is beyond what the model was made for: config.json has "
-            f"max_position_embeddings {most}"
-        )
 
 
 def _write(cfg: StepConfig, report: Report, more: dict) -> None:

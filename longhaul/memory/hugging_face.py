@@ -144,14 +144,6 @@ def reads_tokens(folder: str) -> bool:
     return getattr(_model_class(configuration(folder)), "main_input_name", "") == "input_ids"
 
 
-def positions(folder: str) -> int | None:
-    """Tokens of the longest row that the model of a folder was made for, as its configuration says;
-    None if it does not.
-    """
-    most = getattr(configuration(folder).get_text_config(), "max_position_embeddings", None)
-    return most if isinstance(most, int) else None
-
-
 # ---- the model and its optimizer
 
 

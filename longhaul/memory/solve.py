@@ -11,7 +11,6 @@ context and the libraries' workspaces. Sizes are bytes of one rank.
 
 import dataclasses
 import functools
-from dataclasses import dataclass
 
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
@@ -39,14 +38,6 @@ UNIT = 1024  # tokens: the longest context is a multiple
 LONGER = 8  # times the context that fits as asked is what is tried first with every lever
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What was printed, and the verdict."""
-
-    text: str
-    verdict: Verdict
-
-
 def judged(room: int, run: Plan) -> Found:
     """What a run needs on a device of `room` bytes."""
     if run.device.type == "cpu":
@@ -71,31 +62,24 @@ def solve(
     gpus: int,
     say: Say = silent,
     gpu: str = "cuda",
-) -> Answer:
-    """The candidates and the command of the best one; `what` is a choice of --solve, and `gpu` is
-    timed: a target of footprint.
+) -> Verdict:
+    """Say the candidates and the command of the best one; `what` is a choice of --solve, and `gpu`
+    is timed: a target of footprint.
     """
-    lines: list[str] = []
-
-    def said(line: str) -> None:
-        lines.append(line)
-        say(line)
-
     finders = {"levers": _by_levers, "context": _by_context, "world_size": _by_ranks}
     asked = on_ranks(cfg, worlds(cfg, gpus)[0], gpu)
     room = int(gpu_gib * GIB)
-    search = Search(functools.partial(judged, room), room, said, with_costs=True)
-    said(f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; GiB per rank, all figures predicted")
-    said(search.head())
+    search = Search(functools.partial(judged, room), room, say, with_costs=True)
+    say(f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; GiB per rank, all figures predicted")
+    say(search.head())
 
     best = finders[what](search, asked, gpus)
     if best is None:
-        said("nothing fits")
-        return Answer("\n".join(lines), Verdict.NOTHING)
-    propose(best, said)
+        say("nothing fits")
+        return Verdict.NOTHING
+    propose(best, say)
     # of contexts the one as asked counts: the longest is always another one
-    answer = search.tried[0] if what == "context" else best
-    return Answer("\n".join(lines), search.verdict(answer))
+    return search.verdict(search.tried[0] if what == "context" else best)
 
 
 def propose(best: Tried, say: Say) -> None:

@@ -135,20 +135,20 @@ def with_cublas(trace: Trace, threads: set[str], capability: int = HOPPER) -> Tr
     return replace(trace, events=events, storages=trace.storages | held)
 
 
-def waterfall(found: Replay, ranks: int = 1) -> list[tuple[str, int]]:
-    """(what, bytes) from live to device.
+def waterfall(found: Replay, ranks: int = 1) -> dict[str, int]:
+    """What -> bytes, from live to device.
 
     The rows named in TOTALS are totals; each other row leads from one total to the next.
     """
     beyond = beyond_the_allocator(ranks)
-    return [
-        ("live", found.peak_live),
-        ("rounding to blocks", found.peak_allocated - found.peak_live),
-        ("reserved, not in use", found.peak_reserved - found.peak_allocated),
-        ("reserved", found.peak_reserved),
-        *beyond.items(),
-        ("device", found.peak_reserved + sum(beyond.values())),
-    ]
+    return {
+        "live": found.peak_live,
+        "rounding to blocks": found.peak_allocated - found.peak_live,
+        "reserved, not in use": found.peak_reserved - found.peak_allocated,
+        "reserved": found.peak_reserved,
+        **beyond,
+        "device": found.peak_reserved + sum(beyond.values()),
+    }
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def table(predicted: Profile, measured: dict, demand: Demand | None = None) -> s
     if demand is None:
         rows += _tensor_rows(predicted.trace, measured["tensors"])
     else:
-        on_device = dict(waterfall(demand.classic, demand.ranks))["device"]
+        on_device = waterfall(demand.classic, demand.ranks)["device"]
         reserved = demand.classic.peak_reserved
         rows.append(_row("reserved peak", reserved, measured["reserved_peak_bytes"]))
         rows.append(_row("device", on_device, measured["device_bytes"]))

@@ -56,14 +56,14 @@ def told_in_one_line(folder: str) -> Iterator[None]:
     except (Refused, Unusable, TooLong):
         raise
     except Exception as error:
-        where = next(iter(lines_of(error.__traceback__, _is_theirs)), "")
-        if not where:
-            raise
         remedy = next((REMEDIES[part] for part in REMEDIES if part in str(error)), "mend it")
-        raise Unusable(
-            f"--hf {folder}: transformers cannot use config.json ({where}: "
-            f"{described(error)}): {remedy}, or {ELSEWISE}"
-        ) from error
+        lines = lines_of(error.__traceback__, _is_theirs)
+        if lines:
+            raise Unusable(
+                f"--hf {folder}: transformers cannot use config.json ({lines[0]}: "
+                f"{described(error)}): {remedy}, or {ELSEWISE}"
+            ) from error
+        raise
 
 
 def _is_theirs(file: str) -> bool:

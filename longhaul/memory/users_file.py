@@ -135,10 +135,10 @@ def told_in_one_line() -> Iterator[None]:
         lines = lines_of(error.__traceback__, _is_users)
         callers = lines[1 : MOST_CALLERS + 1]
         called = f" (called at {', '.join(callers)})" if callers else ""
-        if not lines:
-            raise
-        where = place_of(error.__traceback__)
-        raise Failed(f"{where}: {described(error)}{called}") from error
+        if lines:
+            where = place_of(error.__traceback__)
+            raise Failed(f"{where}: {described(error)}{called}") from error
+        raise
 
 
 def described(error: BaseException) -> str:

@@ -295,7 +295,7 @@ def predict(cfg: ProfileConfig) -> int:
 
     found = profile(training, cfg.nproc, target, full=cfg.measure)
     demand = Demand.of(found.trace, cfg.nproc) if target == "cuda" else None
-    plan = on_ranks(cfg.training(), cfg.nproc)
+    plan = on_ranks(cfg.training(), cfg.nproc, cfg.target)
     tables = report.table(found, training, cfg.nproc, demand)
     tables += f"\ntime: {plan.time()}"
     print(tables)
@@ -369,7 +369,7 @@ def solve(cfg: ProfileConfig) -> int:
     gpus = cfg.gpus or cfg.nproc
     if cfg.solve == "world_size" and not cfg.gpus:
         gpus = max(cfg.nproc, MOST_GPUS)
-    return solver.solve(cfg.training(), cfg.solve, room, gpus, say).verdict.exit_code
+    return solver.solve(cfg.training(), cfg.solve, room, gpus, say, cfg.target).exit_code
 
 
 def say(line: str):
@@ -387,7 +387,7 @@ def give_advice(cfg: ProfileConfig) -> int:
     if isinstance(cfg, ProfileAnalysis):
         asked = cfg.analysed()
     else:
-        asked = on_ranks(cfg.training(), cfg.gpus or 1)
+        asked = on_ranks(cfg.training(), cfg.gpus or 1, cfg.target)
     found = advise.advise(cfg.task, asked, cfg.card(), host_available_bytes() / GIB, say)
 
     if cfg.json:

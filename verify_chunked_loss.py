@@ -36,7 +36,7 @@ from footprint.measure import peak_bytes, saved_bytes
 from longhaul.dist import World, named_device
 from longhaul.kernels import loss_path
 from longhaul.memory.plan import available_gib
-from longhaul.memory.users_file import ToldInOneLine, UsersFile
+from longhaul.memory.users_file import UsersFile, told_in_one_line
 from longhaul.vocab import linear_cross_entropy
 from longhaul.vocab.check import (
     CHECKS,
@@ -266,7 +266,7 @@ def users_loss(words: str) -> Callable:
 
     file = UsersFile(place) if place.endswith(".py") else None
     try:
-        with ToldInOneLine():
+        with told_in_one_line():
             module = file.load() if file else import_from_here(place)
     except ModuleNotFoundError as error:
         raise ValueError(f"--loss {words}: {error}: give FILE.py:FUNCTION, or install it") from None

@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+
 from footprint.allocator import GIB, MIB, OutOfMemory, Replay, replay, replays_of
 from footprint.refusal import Refused
 from footprint.trace import Event, Storage, Trace
@@ -39,38 +41,39 @@ SIZES = {
     "141 GB": 139.8,
     "192 GB": 178.3,
 }
-# A GPU: GiB that torch sees (nominal memory less the driver's part), compute capability x 10
+# A GPU: GiB that torch sees (nominal memory less the driver's part), compute capability x 10, dense
+# peak in bf16 (before capability 8.0 in fp16) with fp32 sums in FLOP/s, by the vendors' data sheets
 CARDS = {
-    "RTX 3060": (11.8, 86),
-    "RTX 3060 Ti": (7.8, 86),
-    "RTX 3070": (7.8, 86),
-    "RTX 3080": (9.8, 86),
-    "RTX 3090": (23.7, 86),
-    "RTX 4060 Ti 16GB": (15.7, 89),
-    "RTX 4070": (11.7, 89),
-    "RTX 4080": (15.7, 89),
-    "RTX 4090": (23.6, 89),
-    "RTX 5090": (31.4, 120),
-    "RTX A6000": (47.4, 86),
-    "Tesla T4": (14.6, 75),
-    "Tesla V100 16GB": (15.8, 70),
-    "Tesla V100 32GB": (31.7, 70),
-    "L4": (22.0, 89),
-    "A10": (22.0, 86),
-    "L40S": (44.4, 89),
-    "A100 40GB": (39.4, 80),
-    "A100 80GB": (79.1, 80),
-    "H100": (79.1, 90),
-    "H200": (139.8, 90),
-    "B200": (178.3, 100),
+    "RTX 3060": (11.8, 86, 25.5e12),
+    "RTX 3060 Ti": (7.8, 86, 32.4e12),
+    "RTX 3070": (7.8, 86, 40.6e12),
+    "RTX 3080": (9.8, 86, 59.5e12),
+    "RTX 3090": (23.7, 86, 71e12),
+    "RTX 4060 Ti 16GB": (15.7, 89, 44.1e12),
+    "RTX 4070": (11.7, 89, 58.3e12),
+    "RTX 4080": (15.7, 89, 97.5e12),
+    "RTX 4090": (23.6, 89, 165.2e12),
+    "RTX 5090": (31.4, 120, 209.5e12),
+    "RTX A6000": (47.4, 86, 154.8e12),
+    "Tesla T4": (14.6, 75, 65e12),
+    "Tesla V100 16GB": (15.8, 70, 125e12),
+    "Tesla V100 32GB": (31.7, 70, 125e12),
+    "L4": (22.0, 89, 121e12),
+    "A10": (22.0, 86, 125e12),
+    "L40S": (44.4, 89, 362e12),
+    "A100 40GB": (39.4, 80, 312e12),
+    "A100 80GB": (79.1, 80, 312e12),
+    "H100": (79.1, 90, 989e12),
+    "H100 PCIe": (79.1, 90, 756e12),
+    "H200": (139.8, 90, 989e12),
+    "B200": (178.3, 100, 2250e12),
 }
 DEFAULT = "H100"  # the card of the target "cuda"
+SIZE = re.compile(r" \d+GB$")  # in the name of a card
+NO_OTHER = "(?! (Ti|SUPER|Laptop))"  # behind the name of a card, which would be another one's
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "  # in front of a command
-HALF_SINCE = (
-    80  # from this capability on, the card itself computes in bf16 (and FlashAttention runs)
-)
-
-
+# From this capability on, the card itself computes in bf16 (and FlashAttention runs).
+HALF_SINCE = 80
 TOTALS = ("live", "reserved", "device")  # rows of a waterfall
 
 
@@ -132,20 +135,20 @@ def with_cublas(trace: Trace, threads: set[str], capability: int = HOPPER) -> Tr
     return replace(trace, events=events, storages=trace.storages | held)
 
 
-def waterfall(found: Replay, ranks: int = 1) -> list[tuple[str, int]]:
-    """(what, bytes) from live to device.
+def waterfall(found: Replay, ranks: int = 1) -> dict[str, int]:
+    """What -> bytes, from live to device.
 
     The rows named in TOTALS are totals; each other row leads from one total to the next.
     """
     beyond = beyond_the_allocator(ranks)
-    return [
-        ("live", found.peak_live),
-        ("rounding to blocks", found.peak_allocated - found.peak_live),
-        ("reserved, not in use", found.peak_reserved - found.peak_allocated),
-        ("reserved", found.peak_reserved),
-        *beyond.items(),
-        ("device", found.peak_reserved + sum(beyond.values())),
-    ]
+    return {
+        "live": found.peak_live,
+        "rounding to blocks": found.peak_allocated - found.peak_live,
+        "reserved, not in use": found.peak_reserved - found.peak_allocated,
+        "reserved": found.peak_reserved,
+        **beyond,
+        "device": found.peak_reserved + sum(beyond.values()),
+    }
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,7 @@ class Card:
     name: str
     gib: float
     cc: int
+    peak_flops: float | None = None  # dense, in half precision
 
 
 def card(gpu: str = "", vram: float = 0.0, cc: int = 0) -> Card:
@@ -242,8 +246,17 @@ def card(gpu: str = "", vram: float = 0.0, cc: int = 0) -> Card:
     if vram:
         return Card(f"{vram:g} GiB card", vram, cc or HALF_SINCE)
     name = _known_name(gpu)
-    gib, capability = CARDS[name]
-    return Card(name, gib, cc or capability)
+    gib, capability, peak_flops = CARDS[name]
+    return Card(name, gib, cc or capability, peak_flops)
+
+
+def installed_card(device: torch.device) -> Card | None:
+    """The GPU of this machine, by what PyTorch calls it; None for a CPU and for an unknown one."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    called = torch.cuda.get_device_name(device)
+    found = [name for name in CARDS if re.search(rf"\bG?{SIZE.sub('', name)}\b{NO_OTHER}", called)]
+    return card(max(found, key=len)) if found else None
 
 
 def target_card(target: str) -> Card | None:

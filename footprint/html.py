@@ -3,6 +3,7 @@
 A page needs no network and no other file.
 """
 
+import math
 from html import escape
 
 PALETTE = """
@@ -70,5 +71,5 @@ def title(words: str) -> str:
 
 def nice(raw: float) -> float:
     """The smallest of 1, 2 and 5 times a power of ten that is at least `raw`."""
-    power = 10 ** (len(str(int(raw))) - 1) if raw >= 1 else 0.01
-    return next(factor * power for factor in (1, 2, 5, 10, 20, 50, 100) if factor * power >= raw)
+    unit = 10.0 ** math.floor(math.log10(raw))
+    return next(step * unit for step in (1, 2, 5, 10) if step * unit >= raw)

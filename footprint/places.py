@@ -144,8 +144,8 @@ class StepTracker(Tracker):
             return BACKWARD, self.reached
         return self.outside, ""
 
-    def begin(self, config: dict) -> None:
-        super().begin(config)
+    def begin(self) -> None:
+        super().begin()
         self.known.begin()
         self.outside = START
 
@@ -155,7 +155,7 @@ class StepTracker(Tracker):
         before = self.trace
         self.first_peak, _ = before.peak()
         self.multiplied = multiplying_threads(before)
-        self.begin({})
+        self.begin()
         self.known.reads.places.clear()
         return {
             identity: phase_of(before.storages[identity].stage) for identity in self.trace.storages

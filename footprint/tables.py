@@ -8,8 +8,8 @@ from footprint.timeline import Sizes, used_categories
 def waterfalls(demand: Demand) -> dict[str, dict[str, int]]:
     """Live to device in bytes, for both kinds of segments."""
     return {
-        "classic": dict(waterfall(demand.classic, demand.ranks)),
-        "expandable": dict(waterfall(demand.expandable, demand.ranks)),
+        "classic": waterfall(demand.classic, demand.ranks),
+        "expandable": waterfall(demand.expandable, demand.ranks),
     }
 
 

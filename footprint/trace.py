@@ -58,7 +58,6 @@ class Trace:
     modules: list[tuple[int, str]] = field(default_factory=list)
     # (time, bytes that an operator holds inside during that event only, the operator)
     workspaces: list[tuple[int, int, str]] = field(default_factory=list)
-    config: dict = field(default_factory=dict)  # the settings that were simulated
     # stage -> most bytes that levers keep in host memory
     host_peaks: dict[str, int] = field(default_factory=dict)
 

@@ -294,7 +294,7 @@ class Tracker(TorchDispatchMode):
         self.stage = stage
         self.module = module
 
-    def begin(self, config: dict) -> None:
+    def begin(self) -> None:
         """Forget what is gone, date what is alive to time 0, and record from here."""
         identities = sorted(identity for _, identity in self.alive.values())
         storages = {
@@ -307,7 +307,6 @@ class Tracker(TorchDispatchMode):
             events=events,
             storages=storages,
             stages=[(0, "start")],
-            config=config,
             host_peaks={"start": self._host_bytes()},
         )
         self.time = 0

@@ -20,9 +20,9 @@ class KernelWorkspaces:
     target device, "cpu" or "cuda", as declared.
     """
 
-    def __init__(self, target: str, threads: int = 0):
+    def __init__(self, target: str):
         self.target = target
-        self.threads = threads or torch.get_num_threads()
+        self.threads = torch.get_num_threads()
 
     def __call__(self, func, args, outputs) -> int:
         declared = DECLARED[self.target].get(func._schema.name)
@@ -37,8 +37,8 @@ class KernelWorkspaces:
 class ProbedWorkspaces(KernelWorkspaces):
     """As declared for a CPU; and what has to be measured, by running the operator once."""
 
-    def __init__(self, target: str, threads: int = 0):
-        super().__init__(target, threads)
+    def __init__(self, target: str):
+        super().__init__(target)
         self.probed: dict[tuple[str, str], int] = {}  # (operator, shapes) -> bytes
         self.not_probed: set[str] = set()  # operators whose inputs were too large to run them
 

@@ -2,7 +2,7 @@
 
 The counts are exact. The time on a CPU follows from what this machine reaches: a few passes of the
 product's own code over small shapes, about half a second in total, measured once per process. The
-time on a GPU is a roofline, good to an order of magnitude.
+time on a GPU is a roofline of its peak, good to an order of magnitude.
 
 Letters: T tokens of a document, H query heads, K head dimension.
 """
@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from data.progress import duration
+from footprint.device import DEFAULT, target_card
 from longhaul import kernels
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
 from model import ModelConfig, Standard
 
-# What a dense bf16 step reaches on an H100, about 40% of its peak; fp32 reaches half of it.
+# What a dense bf16 step reaches on an H100, about 40% of its peak, and so on other cards; fp32
+# reaches half of it.
 GPU_FLOPS = 400e12
 
 # Keys are counted one by one up to this position of a document; further on, a sample in the middle
@@ -125,7 +127,7 @@ def step_seconds(cfg: TrainConfig, config: ModelConfig, ranks: int, device: str)
     """Time of an optimizer step, all ranks working in parallel.
 
     device "cpu": on CPUs like this one, if every rank has as many threads as this process, within a
-    factor of two. Otherwise on GPUs like an H100, an order of magnitude.
+    factor of two. Otherwise "cuda", an H100, or the name of a GPU: an order of magnitude.
     """
     operations = step_operations(cfg, config, ranks)
     return _seconds_for(operations, cfg, config, device) / ranks
@@ -154,12 +156,13 @@ def _seconds_for(
 ) -> float:
     """Time of one rank for so many operations."""
     products, attention = operations
-    if device == "cpu":
+    gpu = target_card(device)
+    if gpu is None:
         in_attention = attention / attention_speed(config, cfg.context_length)
         return products / products_speed(config) + in_attention
 
-    speed = GPU_FLOPS if cfg.dtype == "bf16" else GPU_FLOPS * 0.5
-    return (products + attention) / speed
+    speed = GPU_FLOPS * gpu.peak_flops / target_card(DEFAULT).peak_flops
+    return (products + attention) / (speed if cfg.dtype == "bf16" else speed * 0.5)
 
 
 def run_words(cfg: TrainConfig, seconds: float, warm_up: float, device: str) -> str:
@@ -177,8 +180,10 @@ def time_words(seconds: float, steps: int, device: str, untimed: str = "") -> st
     """
     count = "1 step" if steps == 1 else f"{steps:,} steps"
     words = f"about {duration(seconds)} a step, {duration(seconds * steps)} for {count}"
-    if device != "cpu":
-        words += " (roofline of an H100: an order of magnitude)"
+    gpu = target_card(device)
+    if gpu is not None:
+        article = "an" if gpu.name[0] in "AHLR" else "a"
+        words += f" (roofline of {article} {gpu.name}: an order of magnitude)"
     return f"{words}, {untimed}" if untimed else words
 
 

@@ -151,19 +151,6 @@ def test_a_proposal_for_a_cpu_ends_within_15_minutes(seconds, steps, warmup, mon
     assert not shortened or f"--warmup_steps {warmup}" in shell
 
 
-def test_a_proposal_that_teaches_nothing_comes_with_a_command_that_does(monkeypatch):
-    request = on_cpu(monkeypatch, 130.0)
-    nearest = fit.closest(request)
-    monkeypatch.setattr(plan, "step_seconds", lambda *_: 1.5)
-    words, shell = fit.proposal(nearest, request).split("\n")
-    assert words.startswith("to see a small model learn (about 1.5 s a step")
-    assert "--model_size tiny" in words and "--max_steps 200" in words
-    assert "--max_steps 6" in shell
-
-    given = dataclasses.replace(request, asked=dataclasses.replace(request.asked, init_from="x"))
-    assert fit._instructive(given) == ""
-
-
 def test_a_step_of_more_than_15_minutes_is_not_proposed(monkeypatch):
     assert fit.closest(on_cpu(monkeypatch, 901.0)) is None
 

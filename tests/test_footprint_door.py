@@ -387,9 +387,9 @@ VIT = dict(model_type="vit", architectures=["ViTForImageClassification"]) | SIZE
         (dict(model_type="nowhere"), "give --step FILE.py"),
         ("not a dictionary", "give --step FILE.py"),
         (BERT | dict(architectures=["BertForMultipleChoice"]), "give --step"),
-        (LLAMA | dict(architectures="LlamaForCausalLM"), 'write ["LlamaForCausalLM"] instead'),
+        (LLAMA | dict(architectures="LlamaForCausalLM"), 'such as ["LlamaForCausalLM"]'),
         (LLAMA | dict(architectures=["AutoConfig"]), "names no architecture"),
-        (LLAMA | dict(architectures=BERT["architectures"]), '"model_type" agree'),
+        (LLAMA | dict(architectures=BERT["architectures"]), "give --step"),
         (LLAMA | dict(hidden_size="x"), "expected int, got str"),
         (LLAMA | dict(hidden_size=65), "not a multiple of the number of attention heads"),
         (LLAMA | dict(hidden_act="nothing"), "KeyError: 'nothing'"),
@@ -431,5 +431,4 @@ def test_a_card_without_a_question_says_whether_it_holds_the_step(llama, answer,
     assert (code, found["placement"]) == (0, "fits")
     said = capsys.readouterr().out
     assert "on H100 (79.1 GiB): fits" in said
-    assert "max_position_embeddings 2048" in said
     assert answer("--hf", llama, "--vram", 0.5)[0] == 3

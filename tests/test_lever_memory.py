@@ -16,6 +16,7 @@ from longhaul.memory.search import Verdict
 from longhaul.memory.simulate import simulate
 from longhaul.staging import PINNED
 from model import GIB
+from tests.test_profile_memory import solved
 from tests.tiers import few_fast, slow
 
 RUNGS = [
@@ -122,7 +123,7 @@ def test_solve_names_the_hosts_share_of_what_it_proposes():
         context_length=65536,
         model_overrides=("num_layers=4", "num_heads=4", "num_kv_heads=2"),
     )
-    answer = solve.solve(cfg, "levers", 4.5, 1)
+    answer = solved(cfg, "levers", 4.5, 1)
     assert answer.verdict is Verdict.AFTER_CHANGES
     *_, time, command = answer.text.splitlines()
     assert "--master_weights host" in command and "host memory: " in time

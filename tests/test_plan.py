@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from data.progress import duration
+from footprint.device import CARDS, card
 from footprint.measure import peak_bytes
 from longhaul import flops, kernels, step
 from longhaul.config import TrainConfig
@@ -29,7 +30,7 @@ from longhaul.flops import (
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.needs import needs
-from longhaul.run.log import PEAK_FLOPS
+from longhaul.run.log import peak_flops
 from longhaul.staging import PINNED
 from model import GIB, ModelConfig
 from tests.tiers import few_fast
@@ -174,8 +175,33 @@ def test_pairs_are_summed_without_a_tensor_of_the_documents_length(attention):
 
 
 def test_known_peaks_are_dense_bf16_figures():
-    assert PEAK_FLOPS["H100"] == 989e12
-    assert all(5e13 < flops < 3e15 for flops in PEAK_FLOPS.values())
+    assert card("H100").peak_flops == 989e12
+    assert all(2e13 < flops < 3e15 for *_, flops in CARDS.values())
+
+
+@pytest.mark.parametrize(
+    "called, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA GeForce RTX 3060 Ti", 32.4e12),
+        ("NVIDIA GeForce RTX 4070 Ti", None),
+        ("NVIDIA A10G", None),
+    ],
+)
+def test_a_card_is_known_by_what_pytorch_calls_it(called, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: called)
+    assert peak_flops(CUDA) == peak
+
+
+def test_times_are_those_of_the_card():
+    cfg = TrainConfig(model_size="tiny", context_length=512)
+    known, named = planner.on_ranks(cfg), planner.on_ranks(cfg, gpu="RTX 4090")
+    assert named.seconds == pytest.approx(known.seconds * 989 / 165.2)
+    assert "roofline of an RTX 4090" in named.time()
 
 
 # ---- time

@@ -17,7 +17,7 @@ from footprint.trace import Trace
 from footprint.tracker import Tracker
 from longhaul import cli, dist, step
 from longhaul.config import TrainConfig
-from longhaul.memory import fit, solve
+from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.deep import profile
 from longhaul.memory.needs import PROCESS_GIB, at_least, demand, needs
@@ -37,6 +37,7 @@ from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul.posttrain.policy import Group, Response
 from model import GIB
 from tests.test_fit import ladder
+from tests.test_profile_memory import solved
 from tests.tiers import slow
 
 CPU = torch.device("cpu")
@@ -306,7 +307,7 @@ def test_every_rung_of_a_policy_is_a_command_with_its_settings(kl_coef, last):
 def test_the_longest_context_of_a_policy_fills_the_device():
     lengths = dict(context_length=2100, max_response_length=2000)
     cfg = changed(model_overrides=("num_layers=1",), device="cuda", **lengths)
-    answer = solve.solve(cfg, "context", 2.0, 1)
+    answer = solved(cfg, "context", 2.0, 1)
     *_, words, _, command = answer.text.splitlines()
     found = cli.parse(IntuitorConfig, shlex.split(command.split(" -m scripts.intuitor ")[1]))
     assert f"{found.context_length:,}" in words

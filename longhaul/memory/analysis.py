@@ -397,8 +397,10 @@ def plan(
     cfg: AnalysisConfig, config: ModelConfig, context_length: int, target: str, longest: int = 0
 ) -> Plan:
     """The plan of an analysis on "cpu" or "cuda". `longest` as in Analysed."""
-    asked = Analysed(config, measures_of(cfg), cfg.batch_size, context_length, longest)
-    return planned(dataclasses.replace(asked, device=target))
+    measures = measures_of(cfg)
+    return planned(
+        Analysed(config, measures, cfg.batch_size, context_length, longest, device=target)
+    )
 
 
 def measures_of(cfg: Measures) -> Measures:

@@ -17,6 +17,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
+from footprint.timeline import Sizes
 from footprint.trace import CATEGORIES, Event, Storage, Trace, first_of_each
 from footprint.tracker import NO_STORAGE
 from longhaul.config import TrainConfig
@@ -25,7 +26,6 @@ from longhaul.memory.simulate import simulate
 LAYERS = 5  # that are simulated
 MIDDLE = 2  # the layer of that trace that is repeated
 
-Sizes = dict[str, int]  # category -> bytes
 Moment = tuple[str, str]  # stage, and the operator whose result is new
 Name = tuple  # what a storage shares with its twins in the other layers
 

@@ -101,6 +101,13 @@ class CardFlags:
         return bool(self.gpu or self.gpu_memory_gib)
 
     @property
+    def target(self) -> str:
+        """What footprint predicts for: workspaces of kernels, and times, differ by card."""
+        if self.gpu:
+            return self.card().name
+        return "cpu" if self.device == "cpu" else "cuda"
+
+    @property
     def searches(self) -> str:
         """The flag of a search that is asked for, or nothing."""
         if self.advise:
@@ -165,11 +172,6 @@ class StepConfig(CardFlags):
             raise ValueError("--gpu and --vram say what a GPU holds: drop them, or --device cpu")
         self.answers()
 
-    @property
-    def target(self) -> str:
-        """What footprint predicts for: workspaces of kernels differ by card."""
-        return self.card().name if self.gpu else self.device
-
     def answers(self) -> dict[str, object]:
         """The values of --answer by their lines, as footprint.predict takes them."""
         found = {}
@@ -229,7 +231,6 @@ def _answer(cfg: StepConfig, typed: Mapping[str, Any], say: Say) -> int:
     report = (best or smallest).found.report
     say(f"\n{report}\n")
     say(words)
-    _warn(best.request if best else cfg, say)
     code = search.verdict(best).exit_code
     tried = [one.as_json() for one in search.tried]
     answer = dataclasses.asdict(best.request) if best else None
@@ -339,7 +340,6 @@ def _predict(
     """Predict the step as it is asked for; and whether a card that is given holds it."""
     report = predicted(cfg)
     say(str(report))
-    _warn(cfg, say)
     if on is None:
         _write(cfg, report, {})
         return Verdict.FITS
@@ -348,16 +348,6 @@ def _predict(
     say(f"on {on.name} ({on.gib:g} GiB): {placement}")
     _write(cfg, report, {"card": on.name, "placement": placement})
     return VERDICTS[placement]
-
-
-def _warn(cfg: StepConfig, say: Say) -> None:
-    """Say that a row is longer than the model was made for."""
-    most = hugging_face.positions(cfg.hf) if cfg.hf else None
-    if most and cfg.seq > most:
-        say(
-            f"warning: --seq {cfg.seq} is beyond what the model was made for: config.json has "
-            f"max_position_embeddings {most}"
-        )
 
 
 def _write(cfg: StepConfig, report: Report, more: dict) -> None:
@@ -401,7 +391,7 @@ def _worded_for_the_shell() -> Iterator[None]:
 
 def of_hugging_face(cfg: StepConfig, typed: Set[str]) -> Callable[[StepConfig], Report]:
     """What predicts a Hugging Face folder; `typed`: the flags of the command line."""
-    told = functools.partial(hugging_face.ToldInOneLine, cfg.hf)
+    told = functools.partial(hugging_face.told_in_one_line, cfg.hf)
     with told():
         reads_tokens = hugging_face.reads_tokens(cfg.hf)
     if not reads_tokens and ("seq" in typed or cfg.solve == "context"):
@@ -438,7 +428,7 @@ def of_file(cfg: StepConfig, typed: Set[str]) -> Callable[[StepConfig], Report]:
         given = {name: getattr(cfg, name) for name in sizes}
         return functools.partial(_built, build, cfg.fsdp), functools.partial(step, **given)
 
-    return functools.partial(_predicted, made, users_file.ToldInOneLine)
+    return functools.partial(_predicted, made, users_file.told_in_one_line)
 
 
 def _check_arguments(words: str, call: str, function: Callable, *args: Any, **given: Any) -> None:
@@ -495,7 +485,7 @@ def _functions(words: str) -> tuple[Callable, Callable]:
     path, _, names = words.partition(":")
     build, _, step = (names or "build,step").partition(",")
     file = UsersFile(path)
-    with users_file.ToldInOneLine():
+    with users_file.told_in_one_line():
         module = file.load()
     for name in (build, step):
         if not callable(getattr(module, name, None)):

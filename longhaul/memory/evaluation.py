@@ -70,7 +70,7 @@ def simulate(
 def trace_score(tracker: Tracker, state: step.TrainState, tokens: int, chunk: int) -> Trace:
     """Score one row under the tracker."""
     scorer = ModelScorer(state.model, CPU, chunk)
-    tracker.begin({})
+    tracker.begin()
     rows = [torch.zeros((1, tokens), dtype=torch.long, device=CPU) for _ in range(2)]
     if state.cfg.context_ranks > 1:  # else they would follow from values
         rows.append(torch.zeros_like(rows[0]))

@@ -29,11 +29,8 @@ from longhaul.posttrain.config import IntuitorConfig, PolicyConfig
 from model import GIB, PRESETS, ModelConfig
 
 PATIENCE = 900  # seconds: a run that is proposed for a CPU ends within them
-FEW_STEPS = 20  # a proposal with fewer teaches a model nothing
 # settings of post-training that count tokens
 LENGTHS = ("context_length", "max_response_length", "v_max_response_length", "max_new_tokens")
-# a run from which a model learns something
-IN_MINUTES = dict(context_length=1024, max_steps=200, warmup_steps=20)
 
 
 # ---- the ladder
@@ -311,27 +308,7 @@ def proposal(nearest: Plan, request: Plan) -> str:
             changes.append(f"{spec.name} {_shown(spec, before)} -> {_shown(spec, after)}")
 
     changes.append(cost_words(_times(nearest, request), nearest.needs.host))
-    found = f"closest command that runs here ({', '.join(changes)}):\n{nearest.command()}"
-    if nearest.asked.max_steps < min(FEW_STEPS, request.asked.max_steps):
-        return _instructive(request) + found
-    return found
-
-
-def _instructive(request: Plan) -> str:
-    """Words and a command for who wants to see a model learn; none if weights were given, or if no
-    such run ends in time here.
-    """
-    asked = request.asked
-    if asked.init_from:
-        return ""
-    changes = IN_MINUTES | _preset(asked, next(iter(PRESETS)), _vocabulary(asked))
-    try:
-        small = replanned(request, one_row(dataclasses.replace(asked, **changes)))
-    except ValueError:  # other settings exclude these
-        return ""
-    if not small.fits or small.total_seconds > PATIENCE:
-        return ""
-    return f"to see a small model learn ({small.time()}), run `{small.command()}`; "
+    return f"closest command that runs here ({', '.join(changes)}):\n{nearest.command()}"
 
 
 def _shown(spec: dataclasses.Field, value: Any) -> Any:

@@ -6,9 +6,8 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,12 +32,11 @@ LANGUAGE = ("CausalLM", "MaskedLM", "ConditionalGeneration", "LMHeadModel")
 
 # in the names of tables of learned positions
 POSITIONS = ("position", "pos_emb", "wpe")
-# in the names of attention that runs kernels which are not PyTorch's
-FOREIGN_ATTENTION = ("flash_attention", "/")
 # in the entries of a configuration that describe what a model reads next to text
 SENSES = ("vision", "audio", "speech", "image", "video")
 # in what transformers says about a configuration -> what to do
 REMEDIES = {
+    "FlashAttention2": 'set "attn_implementation" to "sdpa", which takes FlashAttention, too',
     "padding token": 'give config.json a "pad_token_id", or --batch 1',
     "decoder_start_token_id": 'give config.json a "decoder_start_token_id", such as 0',
 }
@@ -48,27 +46,24 @@ class Unusable(ValueError):
     """A configuration whose training step cannot be made."""
 
 
-class ToldInOneLine:
+@contextlib.contextmanager
+def told_in_one_line(folder: str) -> Iterator[None]:
     """Inside the `with` block, an error of transformers becomes an `Unusable` that names its line.
     Refusals, and errors in which transformers has no part, stay what they are.
     """
-
-    def __init__(self, folder: str):
-        self.folder = folder
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind, error: BaseException | None, raised: TracebackType | None) -> None:
-        if not isinstance(error, Exception) or isinstance(error, Refused | Unusable | TooLong):
-            return
-        where = next(iter(lines_of(raised, _is_theirs)), "")
-        if not where:
-            return
+    try:
+        yield
+    except (Refused, Unusable, TooLong):
+        raise
+    except Exception as error:
         remedy = next((REMEDIES[part] for part in REMEDIES if part in str(error)), "mend it")
-        raise Unusable(
-            f"--hf {self.folder}: transformers cannot use config.json ({where}: "
-            f"{described(error)}): {remedy}, or {ELSEWISE}"
-        ) from error
+        lines = lines_of(error.__traceback__, _is_theirs)
+        if lines:
+            raise Unusable(
+                f"--hf {folder}: transformers cannot use config.json ({lines[0]}: "
+                f"{described(error)}): {remedy}, or {ELSEWISE}"
+            ) from error
+        raise
 
 
 def _is_theirs(file: str) -> bool:
@@ -121,12 +116,6 @@ def _check_modelled(config) -> None:
             "--hf: config.json has a quantization_config, and weights are predicted in --dtype: "
             f"delete the entry to predict the model without it, or {ELSEWISE}"
         )
-    attention = str(getattr(config, "_attn_implementation", None))
-    if any(part in attention for part in FOREIGN_ATTENTION):
-        raise Unusable(
-            f'--hf: config.json asks for the attention "{attention}", whose kernel is not '
-            'PyTorch\'s: set "attn_implementation" to "sdpa", which takes FlashAttention, too'
-        )
     parts = [name for name, value in vars(config).items() if name.endswith("_config") and value]
     senses = [name for name in parts if name.startswith(SENSES)]
     if senses:
@@ -140,10 +129,6 @@ def _model_class(config) -> type[nn.Module]:
     """The class that the configuration names."""
     transformers = importlib.import_module("transformers")
     names = config.architectures or []
-    if isinstance(names, str):
-        raise Unusable(
-            f'--hf: "architectures" of config.json is no list: write ["{names}"] instead'
-        )
     known = [getattr(transformers, str(name), None) for name in names]
     models = [found for found in known if isinstance(found, type) and issubclass(found, nn.Module)]
     if not models:
@@ -151,28 +136,12 @@ def _model_class(config) -> type[nn.Module]:
             f"--hf: config.json names no architecture that transformers has ({names}): set "
             '"architectures", such as ["LlamaForCausalLM"]'
         )
-    model_class = models[0]
-    wanted = getattr(model_class, "config_class", None)
-    if wanted and not isinstance(config, wanted):
-        raise Unusable(
-            f"--hf: {model_class.__name__} of config.json has the model_type "
-            f'"{wanted.model_type}", not "{config.model_type}": make "architectures" and '
-            '"model_type" agree'
-        )
-    return model_class
+    return models[0]
 
 
 def reads_tokens(folder: str) -> bool:
     """Whether the model of a folder is trained on rows of tokens."""
     return getattr(_model_class(configuration(folder)), "main_input_name", "") == "input_ids"
-
-
-def positions(folder: str) -> int | None:
-    """Tokens of the longest row that the model of a folder was made for, as its configuration says;
-    None if it does not.
-    """
-    most = getattr(configuration(folder).get_text_config(), "max_position_embeddings", None)
-    return most if isinstance(most, int) else None
 
 
 # ---- the model and its optimizer

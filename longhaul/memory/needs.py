@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from footprint.device import Demand
+from footprint.timeline import Sizes
 from longhaul.config import TrainConfig
-from longhaul.memory.deep import Moment, Profile, Sizes, profile, stage_sizes
+from longhaul.memory.deep import Moment, Profile, profile, stage_sizes
 from longhaul.posttrain.config import GradeConfig, PolicyConfig
 from longhaul.staging import PINNED
 

@@ -15,7 +15,12 @@ from functools import cached_property
 import torch
 
 from data.progress import duration
-from footprint.device import EXPANDABLE_SEGMENTS, Placement, beyond_the_allocator
+from footprint.device import (
+    EXPANDABLE_SEGMENTS,
+    Placement,
+    beyond_the_allocator,
+    installed_card,
+)
 from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.dist import World, check_replicas
@@ -45,6 +50,7 @@ class Plan:
     sharing: str = ""  # how many ranks share each row, and why; empty if each has its own rows
     # of a length schedule, of which this plan is the one that needs most; empty without one
     stages: tuple["Plan", ...] = ()
+    gpu: str = "cuda"  # whose peak times the run on a GPU: a target of footprint
 
     @property
     def hidden_gib(self) -> float:
@@ -110,15 +116,19 @@ class Plan:
             return False
         return self.needed_gib <= self.available_gib
 
+    @property
+    def _timed_on(self) -> str:
+        return "cpu" if self.device.type == "cpu" else self.gpu
+
     @cached_property
     def seconds(self) -> float:
         """Time of a step: on a CPU within a factor of two, on a GPU an order of magnitude."""
-        return step_seconds(self.cfg, self.config, self.world.size, self.device.type)
+        return step_seconds(self.cfg, self.config, self.world.size, self._timed_on)
 
     @cached_property
     def warm_up_seconds(self) -> float:
         """The same of a step of the indexer's dense warm-up; 0 for a run without one."""
-        return warm_up_seconds(self.cfg, self.config, self.world.size, self.device.type)
+        return warm_up_seconds(self.cfg, self.config, self.world.size, self._timed_on)
 
     @property
     def longest_step(self) -> float:
@@ -153,7 +163,11 @@ class Plan:
 
     def change(self, **settings) -> "Plan":
         """The same on as many GPUs, which are not here, with other settings."""
-        return on_ranks(dataclasses.replace(self.asked, **settings), self.world.size)
+        return self.other(dataclasses.replace(self.asked, **settings))
+
+    def other(self, cfg: TrainConfig, ranks: int = 0) -> "Plan":
+        """Another request on such GPUs, by default on as many."""
+        return on_ranks(cfg, ranks or self.world.size, self.gpu)
 
     def words(self) -> str:
         """The request in words."""
@@ -181,7 +195,7 @@ class Plan:
         """The time of a step and of the whole run, in words."""
         if self.stages:
             return f"about {duration(self.total_seconds)} for {self.cfg.max_steps:,} steps"
-        return run_words(self.cfg, self.seconds, self.warm_up_seconds, self.device.type)
+        return run_words(self.cfg, self.seconds, self.warm_up_seconds, self._timed_on)
 
     def shortage(self) -> str:
         """What is needed and what is available, for a plan that does not fit."""
@@ -241,7 +255,7 @@ class Plan:
             micro_batch = f"{own.cfg.batch_size} x {own.cfg.context_length:,} tokens"
             note = (
                 f": {micro_batch}, theta {own.config.rope_theta:g}, "
-                f"{time_words(seconds, steps, self.device.type)}"
+                f"{time_words(seconds, steps, self._timed_on)}"
             )
             rows.append(_row(f"stage {number + 1}", own.needed_gib, note))
         return rows
@@ -313,11 +327,11 @@ def host_available_bytes() -> int:
 # ---- the plan
 
 
-def on_ranks(cfg: TrainConfig, ranks: int = 1) -> Plan:
+def on_ranks(cfg: TrainConfig, ranks: int = 1, gpu: str = "cuda") -> Plan:
     """A request on so many GPUs that are not here, or on so many ranks of a CPU."""
     world = World(size=ranks, local_size=ranks)
     device = torch.device("cpu" if cfg.device == "cpu" else "cuda")
-    return Plan(cfg, cfg, cfg.model(), world, device)
+    return Plan(cfg, cfg, cfg.model(), world, device, gpu=gpu)
 
 
 def plan(
@@ -338,7 +352,8 @@ def plan(
     if cfg.length_schedule:
         return _worst_stage(cfg, world, device, available)
 
-    request = Plan(cfg, cfg, config, world, device, available)
+    card = installed_card(device)
+    request = Plan(cfg, cfg, config, world, device, available, gpu=card.name if card else "cuda")
     candidates = [_with_ranks_per_row(request, size) for size in _ranks_per_row(cfg, world)]
     chosen = _fewest_ranks_per_row(candidates)
 

@@ -135,16 +135,15 @@ def table(predicted: Profile, measured: dict, demand: Demand | None = None) -> s
     rows = [f"{'stage':<20}{'predicted GiB':>15}{'measured GiB':>15}{'difference':>12}"]
     expected = predicted.trace.peak_by_stage()
     found = measured["stages"]
-    if found:
-        for stage in dict.fromkeys([*expected, *found]):
-            rows.append(_row(stage, expected.get(stage, 0), found.get(stage, 0)))
+    for stage in dict.fromkeys([*expected, *found]):
+        rows.append(_row(stage, expected.get(stage, 0), found.get(stage, 0)))
 
     peak, _ = predicted.trace.peak()
     rows.append(_row("allocator peak", peak, measured["allocator_peak_bytes"]))
     if demand is None:
         rows += _tensor_rows(predicted.trace, measured["tensors"])
     else:
-        on_device = dict(waterfall(demand.classic, demand.ranks))["device"]
+        on_device = waterfall(demand.classic, demand.ranks)["device"]
         reserved = demand.classic.peak_reserved
         rows.append(_row("reserved peak", reserved, measured["reserved_peak_bytes"]))
         rows.append(_row("device", on_device, measured["device_bytes"]))

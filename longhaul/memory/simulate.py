@@ -135,7 +135,7 @@ def trace_second_step(
         else:
             step.train_step(state, make_batch())
 
-        tracker.begin({})
+        tracker.begin()
         batch = make_batch()
         inputs = {tracker.register(tensor, "input") for tensor in tensors_of(batch)}
         step.train_step(state, batch)

@@ -11,7 +11,6 @@ context and the libraries' workspaces. Sizes are bytes of one rank.
 
 import dataclasses
 import functools
-from dataclasses import dataclass
 
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
@@ -39,14 +38,6 @@ UNIT = 1024  # tokens: the longest context is a multiple
 LONGER = 8  # times the context that fits as asked is what is tried first with every lever
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What was printed, and the verdict."""
-
-    text: str
-    verdict: Verdict
-
-
 def judged(room: int, run: Plan) -> Found:
     """What a run needs on a device of `room` bytes."""
     if run.device.type == "cpu":
@@ -64,29 +55,31 @@ def judged(room: int, run: Plan) -> Found:
     )
 
 
-def solve(cfg: TrainConfig, what: str, gpu_gib: float, gpus: int, say: Say = silent) -> Answer:
-    """The candidates and the command of the best one; `what` is a choice of --solve."""
-    lines: list[str] = []
-
-    def said(line: str) -> None:
-        lines.append(line)
-        say(line)
-
+def solve(
+    cfg: TrainConfig,
+    what: str,
+    gpu_gib: float,
+    gpus: int,
+    say: Say = silent,
+    gpu: str = "cuda",
+) -> Verdict:
+    """Say the candidates and the command of the best one; `what` is a choice of --solve, and `gpu`
+    is timed: a target of footprint.
+    """
     finders = {"levers": _by_levers, "context": _by_context, "world_size": _by_ranks}
-    asked = on_ranks(cfg, worlds(cfg, gpus)[0])
+    asked = on_ranks(cfg, worlds(cfg, gpus)[0], gpu)
     room = int(gpu_gib * GIB)
-    search = Search(functools.partial(judged, room), room, said, with_costs=True)
-    said(f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; GiB per rank, all figures predicted")
-    said(search.head())
+    search = Search(functools.partial(judged, room), room, say, with_costs=True)
+    say(f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; GiB per rank, all figures predicted")
+    say(search.head())
 
     best = finders[what](search, asked, gpus)
     if best is None:
-        said("nothing fits")
-        return Answer("\n".join(lines), Verdict.NOTHING)
-    propose(best, said)
+        say("nothing fits")
+        return Verdict.NOTHING
+    propose(best, say)
     # of contexts the one as asked counts: the longest is always another one
-    answer = search.tried[0] if what == "context" else best
-    return Answer("\n".join(lines), search.verdict(answer))
+    return search.verdict(search.tried[0] if what == "context" else best)
 
 
 def propose(best: Tried, say: Say) -> None:
@@ -100,7 +93,7 @@ def propose(best: Tried, say: Say) -> None:
 
 def lever_of_plan(lever: Lever) -> Lever:
     """A lever of the trainer on a plan."""
-    return Lever(lever.name, lambda run: on_ranks(pulled(lever, run.cfg), run.world.size))
+    return Lever(lever.name, lambda run: run.other(pulled(lever, run.cfg)))
 
 
 LEVERS = tuple(lever_of_plan(lever) for lever in fit.LEVERS)
@@ -116,24 +109,24 @@ def wider(run: Plan, gpus: int) -> list[tuple[str, Plan]]:
     numbers = worlds(cfg, gpus)
     found = []
     for ranks in numbers[1:]:
-        found.append((f"every lever, {ranks} ranks", on_ranks(cfg, ranks)))
+        found.append((f"every lever, {ranks} ranks", run.other(cfg, ranks)))
         if ranks in sizes_that_share(cfg, cfg.context_length, ranks):
-            found.append((f"every lever, {ranks} ranks that share rows", sharing(cfg, ranks)))
+            found.append((f"every lever, {ranks} ranks that share rows", sharing(run, ranks)))
 
     cheaper = attention_kind(cfg).cheaper
     if cheaper and not isinstance(cfg, PolicyConfig):  # whose prompts sparse attention cannot share
         sparse = dataclasses.replace(cfg, attention_type=cheaper)
         for ranks in numbers:
             found.append(
-                (f"every lever, {ranks} rank(s), sparse attention", on_ranks(sparse, ranks))
+                (f"every lever, {ranks} rank(s), sparse attention", run.other(sparse, ranks))
             )
     return found
 
 
-def sharing(cfg: TrainConfig, ranks: int) -> Plan:
+def sharing(run: Plan, ranks: int) -> Plan:
     """All ranks share each row."""
-    shared = dataclasses.replace(cfg, context_parallel_size=ranks, attention_head_groups=1)
-    return on_ranks(shared, ranks)
+    shared = dict(context_parallel_size=ranks, attention_head_groups=1)
+    return run.other(dataclasses.replace(run.cfg, **shared), ranks)
 
 
 def worlds(cfg: TrainConfig, gpus: int) -> list[int]:
@@ -178,23 +171,22 @@ def _by_ranks(search: Search, asked: Plan, gpus: int) -> Tried | None:
     fewest: what ranks exchange takes memory, too.
     """
     numbers = worlds(asked.cfg, gpus)
-    plain = search.first(_on_each(asked.cfg, numbers))
+    plain = search.first(_on_each(asked, numbers))
     if plain:
         return plain
     for ranks in dict.fromkeys((numbers[-1], numbers[0])):
-        best = search.climb(on_ranks(asked.cfg, ranks), LEVERS).best
+        best = search.climb(asked.other(asked.cfg, ranks), LEVERS).best
         if best.fits:
-            cfg = best.request.cfg
             fewer = [number for number in numbers if number < ranks]
-            best = search.first(_on_each(cfg, fewer)) or best
+            best = search.first(_on_each(best.request, fewer)) or best
             enough = f"with the settings below {best.request.world.size} are enough"
             search.say(f"as asked, {gpus} GPU(s) are too few; {enough}")
             return best
     return None
 
 
-def _on_each(cfg: TrainConfig, numbers: list[int]) -> list[tuple[str, Plan]]:
-    return [(f"{ranks} rank(s)", on_ranks(cfg, ranks)) for ranks in numbers]
+def _on_each(run: Plan, numbers: list[int]) -> list[tuple[str, Plan]]:
+    return [(f"{ranks} rank(s)", run.other(run.cfg, ranks)) for ranks in numbers]
 
 
 # ---- the longest context
@@ -205,16 +197,17 @@ def _by_context(search: Search, asked: Plan, gpus: int) -> Tried | None:
     is longer.
     """
     most = worlds(asked.cfg, gpus)[-1]
-    plain = longest(search, AS_ASKED, on_ranks(asked.cfg, most))
+    asked = asked.other(asked.cfg, most)
+    plain = longest(search, AS_ASKED, asked)
     if plain:
         search.say(
             f"{AS_ASKED}, the longest --context_length is {plain.request.cfg.context_length:,}"
         )
         propose(plain, search.say)
 
-    every = with_every_lever(on_ranks(asked.cfg, most))
+    every = with_every_lever(asked)
     if most > 1 and most in sizes_that_share(every.cfg, UNIT, most):
-        every = sharing(every.cfg, most)
+        every = sharing(every, most)
     reached = plain.request.cfg.context_length if plain else 0
     best = longest(search, "every lever", every, LONGER * reached)
     if best is None or best.request.cfg.context_length <= reached:

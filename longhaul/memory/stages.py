@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import torch
 
+from footprint.places import in_backward
 from footprint.trace import Trace
 from footprint.tracker import Tracker
 from longhaul.dist import local_shard
@@ -62,11 +63,6 @@ class StagePeaks:
 # ---- hooks
 
 Listener = Tracker | StagePeaks  # knows the stage and the module that run
-
-
-def in_backward() -> bool:
-    """Whether the autograd engine is running: a forward then is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 @contextlib.contextmanager

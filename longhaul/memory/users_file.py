@@ -118,25 +118,27 @@ class Failed(ValueError):
     """An error of the user's code, in one line."""
 
 
-class ToldInOneLine:
+@contextlib.contextmanager
+def told_in_one_line() -> Iterator[None]:
     """Inside the `with` block, an error of the user's code becomes a `Failed` with the lines of the
     user's files that led to it. Refusals, and errors in which no file of the user's has a part,
     stay what they are.
     """
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind, error: BaseException | None, raised: TracebackType | None) -> None:
-        if not isinstance(error, Exception | SystemExit) or isinstance(error, Refused):
-            return
-        if isinstance(error, SyntaxError):  # is raised where the file is read
-            file = Path(error.filename or "the file").name
-            raise Failed(f"{file}:{error.lineno or 1}: {described(error)}") from error
-        lines = lines_of(raised, _is_users)
+    try:
+        yield
+    except Refused:
+        raise
+    except SyntaxError as error:  # is raised where the file is read
+        file = Path(error.filename or "the file").name
+        raise Failed(f"{file}:{error.lineno or 1}: {described(error)}") from error
+    except (Exception, SystemExit) as error:
+        lines = lines_of(error.__traceback__, _is_users)
         callers = lines[1 : MOST_CALLERS + 1]
         called = f" (called at {', '.join(callers)})" if callers else ""
         if lines:
-            raise Failed(f"{place_of(raised)}: {described(error)}{called}") from error
+            where = place_of(error.__traceback__)
+            raise Failed(f"{where}: {described(error)}{called}") from error
+        raise
 
 
 def described(error: BaseException) -> str:

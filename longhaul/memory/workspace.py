@@ -39,8 +39,8 @@ BAGS = ("aten::embedding_bag", "aten::_embedding_bag", "aten::_embedding_bag_for
 class Workspaces(KernelWorkspaces):
     """As for the kernels of PyTorch, and what operators of ours hold inside."""
 
-    def __init__(self, target: str, threads: int = 0):
-        super().__init__(target, threads)
+    def __init__(self, target: str):
+        super().__init__(target)
         self.known: dict[tuple[str, str], int] = {}  # (operator, shapes) -> bytes
 
     def __call__(self, func, args, outputs) -> int:
@@ -63,7 +63,7 @@ class Workspaces(KernelWorkspaces):
                 if isinstance(tensor, Tensor):
                     tracker.register(tensor, "input")
 
-            tracker.begin({})
+            tracker.begin()
             before = sum(tracker.held.values())
             outputs = OURS[name]._init_fn(*inputs)
             peak, _ = tracker.trace.peak()

@@ -22,24 +22,10 @@ from numpy.typing import NDArray
 from base import durable
 from data.loader import Batch
 from data.progress import duration
+from footprint.device import installed_card
 from longhaul.evals.measures import Report
 from longhaul.flops import keys_read, train_flops
 from model import ModelConfig
-
-# Dense bf16 peak in FLOP/s according to the vendors' data sheets. A device that is not in this
-# table has no MFU.
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "A6000": 154.8e12,
-    "L40S": 362e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
-}
-
 
 # Figures of policies and indexers that progress shows.
 OF_A_POLICY = ("reward", "reward_label", "accuracy", "truncated", "kl")
@@ -56,10 +42,8 @@ BETWEEN_LINES = 1.0
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 peak of the device in FLOP/s, None if it is not known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+    card = installed_card(device)
+    return card and card.peak_flops
 
 
 def mfu(

@@ -140,17 +140,6 @@ def test_a_long_trace_makes_a_small_page_and_loses_no_peak():
     assert f"peak {amount(GIB + MIB)} in start" in text
 
 
-@pytest.mark.slow
-def test_a_deep_model_stays_below_one_megabyte():
-    cfg = TrainConfig(
-        model_size="tiny",
-        context_length=4096,
-        model_overrides=("num_layers=10",),
-        gradient_checkpointing="full",
-    )
-    assert len(page(simulate(cfg, ranks=2), "deep", TABLES).encode()) < 1_000_000
-
-
 def test_sizes_agree_with_the_trace_at_any_time(trace):
     every = [time for time, _ in trace.levels()]
     sizes = timeline.sizes_at(trace, every[::97])

@@ -4,7 +4,6 @@ steps are with "cpu" in place of "cuda"; and what a step moves to the host count
 
 import copy
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from footprint import Recording, Refused, predict
+from footprint import Recording, predict
 from tests.footprint_models import BATCH, TOKENS, VOCABULARY, Transformer, convolutions
 
 
@@ -342,13 +341,3 @@ def test_other_ways_to_say_cuda_are_understood_and_leave_no_default(step):
     plain = predict(convolutions, lambda model: model(torch.randn(2, 3, 16, 16)), "cuda").peak
     assert predict(convolutions, step, "cuda").peak == pytest.approx(plain, rel=1e-3)
     assert torch.ones(1).device.type == "cpu"
-
-
-def compiled() -> tuple[Callable, torch.optim.Optimizer]:
-    model = Transformer().cuda()
-    return torch.compile(model), torch.optim.AdamW(model.parameters())
-
-
-def test_a_compiled_step_for_a_gpu_is_refused():
-    with pytest.raises(Refused, match="without torch.compile"):
-        predict(compiled, Form("cuda").step, "cuda")

@@ -11,7 +11,7 @@ import torch
 import profile_memory
 from data.prompts import Prompt
 from footprint.allocator import replay
-from footprint.device import CUBLAS_OF_HOPPER, Demand
+from footprint.device import Demand
 from footprint.measure import peak_bytes
 from footprint.trace import Trace
 from footprint.tracker import Tracker
@@ -216,7 +216,6 @@ def test_long_soft_responses_follow_from_short_ones(changes):
 @pytest.mark.parametrize(
     "cfg, ranks",
     [
-        (changed(model_overrides=("num_layers=1",)), 2),
         (
             changed(
                 model_overrides=("num_layers=1",),
@@ -226,7 +225,6 @@ def test_long_soft_responses_follow_from_short_ones(changes):
             ),
             1,
         ),
-        (dataclasses.replace(GRADE, model_overrides=("num_layers=1",)), 1),
         (dataclasses.replace(GRADE, model_overrides=("num_layers=1",), freeze_embeddings=True), 2),
     ],
 )
@@ -257,15 +255,6 @@ LONG = dataclasses.replace(
 )
 
 
-@pytest.mark.slow
-def test_a_long_soft_response_reserves_as_much_more_as_it_needs():
-    found = demand(LONG, 1)
-    on_a_gpu = dataclasses.replace(LONG, device="cuda")
-    cublas = found.scale * 2 * CUBLAS_OF_HOPPER  # of the program's thread and of autograd's
-    live = pytest.approx(needs(on_a_gpu).peak + cublas, rel=1e-6)
-    assert found.classic.peak_live == live
-    assert found.scale > 1
-    assert max(found.trace.peak()) < found.classic.peak_live <= found.classic.peak_reserved
 
 
 @pytest.mark.slow
@@ -282,7 +271,6 @@ def test_what_a_long_soft_response_reserves_is_that_of_all_its_tokens():
     [
         ("grade", dataclasses.replace(LONG, max_new_tokens=7, device="auto", batch_size=2)),
         ("grade", dataclasses.replace(LONG, method="all", freeze_embeddings=True, kl_coef=0.0)),
-        ("intuitor", changed(kl_coef=0.0, keep_reference=False, device="auto")),
         ("intuitor", changed(reward="mixed", kl="k3", normalizer="constant", clip_ratio=0.3)),
     ],
 )
@@ -354,14 +342,13 @@ def test_a_rollout_takes_what_its_first_and_last_forwards_take():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_parts_of_a_prompt_that_are_left_out_take_no_more_memory(target, monkeypatch):
+def test_parts_of_a_prompt_that_are_left_out_take_no_more_memory(monkeypatch):
     monkeypatch.setattr("longhaul.generate.PREFILL_CHUNK", 32)
     cfg = changed(model_overrides=("num_layers=1",))
 
     def peaks(parts) -> dict[str, int]:
         monkeypatch.setattr(rollout, "largest_parts", parts)
-        return simulate(cfg, target=target).peak_by_stage()
+        return simulate(cfg).peak_by_stage()
 
     found = peaks(rollout.largest_parts)
     assert found == peaks(rollout.all_parts)
@@ -389,11 +376,10 @@ def test_131072_packed_tokens_take_what_pretraining_takes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, target", [(1, "cpu"), (2, "cuda")])
-def test_deep_policies_follow_from_shallow_ones(ranks, target):
+def test_deep_policies_follow_from_shallow_ones():
     cfg = changed(model_overrides=("num_layers=6",))
-    whole = simulate(cfg, ranks, target).peak_by_stage()
-    found = profile(cfg, ranks, target)
+    whole = simulate(cfg, ranks=2).peak_by_stage()
+    found = profile(cfg, ranks=2)
     assert {stage: sum(sizes.values()) for stage, sizes in found.stages.items()} == whole
     assert found.trace.peak_by_stage() == whole
 

@@ -115,7 +115,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
 SMALL = [
     {},
     dict(optimizer="adamw_bf16"),
-    dict(optimizer="adamw_8bit"),
     dict(optimizer="adamw_8bit", master_weights="none", dtype="bf16"),
 ]
 
@@ -309,10 +308,8 @@ def test_muon_takes_the_layers_matrices_and_adamw_the_rest():
 
 KINDS = [
     dict(optimizer="adamw_bf16"),
-    dict(optimizer="adamw_8bit"),
     dict(optimizer="muon"),
     dict(master_weights="host", dtype="bf16"),
-    dict(master_weights="none", dtype="bf16"),
     dict(optimizer="adamw_8bit", master_weights="none", dtype="bf16"),
 ]
 

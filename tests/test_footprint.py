@@ -41,11 +41,6 @@ TOLERANCE = 12  # bytes
 TRANSFORMER = STEPS["transformer"]
 
 
-@pytest.fixture(autouse=True)
-def single_thread():
-    torch.set_num_threads(1)
-
-
 # ---- the peak
 
 

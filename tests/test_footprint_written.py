@@ -2,7 +2,6 @@
 steps are with "cpu" in place of "cuda"; and what a step moves to the host counts there.
 """
 
-import copy
 import os
 
 import pytest
@@ -17,11 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from footprint import Recording, predict
 from tests.footprint_models import BATCH, TOKENS, VOCABULARY, Transformer, convolutions
-
-
-@pytest.fixture(autouse=True)
-def single_thread():
-    torch.set_num_threads(1)
 
 
 class Form:
@@ -143,36 +137,10 @@ class Trainer(Form):
         return f"{loss.detach().item():.3f} {norm:.3f}"
 
 
-class Accumulation(Form):
-    def step(self, state):
-        model, optimizer = state
-        total = torch.zeros((), device=self.device)
-        for _ in range(4):
-            loss = self.loss(model) / 4
-            total += loss.detach()
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return total.item()
-
-
 class Offload(Form):
     def loss(self, model):
         with save_on_cpu(pin_memory=True):
             return super().loss(model)
-
-
-class Averaged(Form):
-    def build(self):
-        model, optimizer = super().build()
-        return model, optimizer, copy.deepcopy(model).requires_grad_(False)
-
-    def step(self, state):
-        model, optimizer, average = state
-        super().step((model, optimizer))
-        with torch.no_grad():
-            for kept, new in zip(average.parameters(), model.parameters(), strict=True):
-                kept.lerp_(new, 0.01)
 
 
 class Logged(Form):
@@ -217,9 +185,7 @@ FORMS = [
     Replicated,
     Sharded,
     Trainer,
-    Accumulation,
     Offload,
-    Averaged,
     Logged,
     Timed,
 ]

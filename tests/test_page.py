@@ -12,7 +12,6 @@ import pytest
 
 from footprint import timeline
 from footprint.allocator import MIB, replay
-from footprint.html import nice
 from footprint.page import page, write
 from footprint.picture import COLOURS, amount
 from footprint.trace import CATEGORIES, Event, Storage, Trace
@@ -161,13 +160,6 @@ def test_layers_of_one_kind_are_one_line_with_their_count():
     assert group["count"] == 12
     assert group["module"] == "layers.*.mlp"
     assert group["bytes"] == MIB
-
-
-@pytest.mark.parametrize(
-    "raw, step", [(0.3, 0.5), (1, 1), (1.2, 2), (17, 20), (21, 50), (140, 200)]
-)
-def test_the_axis_counts_in_round_steps(raw, step):
-    assert nice(raw) == step
 
 
 def test_an_empty_trace_and_an_unwritable_file_are_one_clear_line(tmp_path):

@@ -257,14 +257,6 @@ def test_each_thread_that_multiplies_has_a_workspace_of_cublas(stages, threads, 
     assert with_cublas(found, multiplying_threads(found), capability) is found or not threads
 
 
-def test_a_device_must_hold_the_live_peak_and_the_reserved_size_is_enough():
-    trace = random_trace(3)
-    beyond = sum(beyond_the_allocator().values())
-    assert runs_within(trace, replay(trace).peak_reserved + beyond)
-    assert not runs_within(trace, replay(trace).peak_live - 1 + beyond)
-    assert not runs_within(trace, beyond)
-
-
 def test_a_step_that_needs_twice_what_its_trace_does_needs_twice_the_device():
     trace = random_trace(3)
     beyond = sum(beyond_the_allocator().values())

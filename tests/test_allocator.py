@@ -129,19 +129,6 @@ def test_expandable_segments_grow_by_what_their_free_end_lacks():
     assert allocator.malloc(5 * MIB).address == 0, "the hole comes before the end, which can grow"
 
 
-def test_growing_sequences_fragment_classic_segments_and_not_expandable_ones():
-    sizes = [3 * factor * MIB for factor in range(10, 30)]
-    changes = []
-    for key, size in enumerate(sizes):  # each is larger than all holes before it
-        changes += [(key, size), (key, -size)]
-    trace = trace_of(*changes)
-
-    segments = [-(-size // (2 * MIB)) * 2 * MIB for size in sizes]
-    assert replay(trace).peak_reserved == sum(segments)
-    assert replay(trace, expandable=True).peak_reserved == 100 * MIB
-    assert replay(trace).peak_live < 0.1 * replay(trace).peak_reserved
-
-
 def test_a_workspace_is_freed_at_once_and_counts_in_both_peaks():
     trace = trace_of((0, 20 * MIB), (-1, 0), (1, 30 * MIB), workspaces=[(2, 50 * MIB, "op")])
     found = replay(trace, steps=1)

@@ -129,19 +129,6 @@ def test_expandable_segments_grow_by_what_their_free_end_lacks():
     assert allocator.malloc(5 * MIB).address == 0, "the hole comes before the end, which can grow"
 
 
-def test_growing_sequences_fragment_classic_segments_and_not_expandable_ones():
-    sizes = [3 * factor * MIB for factor in range(10, 30)]
-    changes = []
-    for key, size in enumerate(sizes):  # each is larger than all holes before it
-        changes += [(key, size), (key, -size)]
-    trace = trace_of(*changes)
-
-    segments = [-(-size // (2 * MIB)) * 2 * MIB for size in sizes]
-    assert replay(trace).peak_reserved == sum(segments)
-    assert replay(trace, expandable=True).peak_reserved == 100 * MIB
-    assert replay(trace).peak_live < 0.1 * replay(trace).peak_reserved
-
-
 def test_a_workspace_is_freed_at_once_and_counts_in_both_peaks():
     trace = trace_of((0, 20 * MIB), (-1, 0), (1, 30 * MIB), workspaces=[(2, 50 * MIB, "op")])
     found = replay(trace, steps=1)
@@ -177,7 +164,7 @@ def test_a_storage_that_is_emptied_and_filled_again_gets_another_block():
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_on_any_trace_live_allocated_and_reserved_are_ordered_and_repeatable(seed, expandable):
     trace = random_trace(seed)
     found = replay(trace, expandable)
@@ -189,7 +176,7 @@ def test_on_any_trace_live_allocated_and_reserved_are_ordered_and_repeatable(see
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_blocks_never_overlap_and_all_merge_once_everything_is_free(seed, expandable):
     allocator = Allocator(expandable)
     held = {}
@@ -253,14 +240,6 @@ def test_each_thread_that_multiplies_has_a_workspace_of_cublas(stages, threads, 
     if capability == 90 and stages:
         assert Demand.of(trace).classic.peak_allocated == found.peak()[0]
     assert with_cublas(found, multiplying_threads(found), capability) is found or not threads
-
-
-def test_a_device_must_hold_the_live_peak_and_the_reserved_size_is_enough():
-    trace = random_trace(3)
-    beyond = sum(beyond_the_allocator().values())
-    assert runs_within(trace, replay(trace).peak_reserved + beyond)
-    assert not runs_within(trace, replay(trace).peak_live - 1 + beyond)
-    assert not runs_within(trace, beyond)
 
 
 def test_a_step_that_needs_twice_what_its_trace_does_needs_twice_the_device():

@@ -16,6 +16,7 @@ from longhaul.memory import analysis
 from model import ModelConfig, NSAConfig
 from scripts import run_full_analysis
 from tests.test_analysis_run import made  # noqa: F401  (a fixture)
+from tests.tiers import slow
 
 CPU = torch.device("cpu")
 FEW = Measures(
@@ -65,11 +66,16 @@ def asked(name: str) -> analysis.Analysed:
 # --------------------------------------------------------------------------- planned and real
 
 
-def slow_if(names, is_slow) -> list:
-    return [pytest.param(name, marks=pytest.mark.slow if is_slow(name) else ()) for name in names]
-
-
 MEASURED = [part for part in analysis.PARTS if part != "loading"]
+
+
+def check_part(part: str, what: analysis.Analysed, samples: RandomSamples):
+    """The planned peak of a part is the measured one."""
+    planned = analysis.peak(what, "cpu", part)
+    model = kernels.decoder(what.config)
+    with analysis.meter(model, CPU) as meter:
+        analysis.PARTS[part](model, samples, what)
+    assert planned == pytest.approx(meter.peak_bytes, rel=0.05)
 
 
 def test_a_model_that_is_loaded_has_its_tied_head_twice_until_it_is_tied():
@@ -84,29 +90,27 @@ def test_a_model_that_is_loaded_has_its_tied_head_twice_until_it_is_tied():
 
 
 # a plan that reads every tile of every head takes seconds, as does one of many parts of a row
-@pytest.mark.parametrize("part", slow_if(MEASURED, lambda part: part == "distances"))
-@pytest.mark.parametrize("name", slow_if(SETTINGS, lambda name: name != "standard"))
+CASES = [("standard", part) for part in MEASURED if part != "distances"]
+CASES += [slow("standard", "distances"), *(slow("parts", part) for part in MEASURED)]
+CASES += [slow("nsa", part) for part in ("patching", "distances", "costs")]
+
+
+@pytest.mark.parametrize("name, part", CASES)
 def test_each_part_is_planned_within_five_percent(name, part):
     what = asked(name)
-    planned = analysis.peak(what, "cpu", part)
-    model = kernels.decoder(what.config)
-    with analysis.meter(model, CPU) as meter:
-        analysis.PARTS[part](model, RandomSamples(2, what.context_length), what)
-    assert planned == pytest.approx(meter.peak_bytes, rel=0.05)
+    check_part(part, what, RandomSamples(2, what.context_length))
 
 
 @pytest.mark.parametrize("part", ["statistics", "sae"])
 def test_packed_rows_in_parts_are_planned_within_five_percent(part):
     what = dataclasses.replace(asked("parts"), longest=300).shallow(1, 1)
-    planned = analysis.peak(what, "cpu", part)
-    model = kernels.decoder(what.config)
-    with analysis.meter(model, CPU) as meter:
-        analysis.PARTS[part](model, PackedSamples(2, what.context_length), what)
-    assert planned == pytest.approx(meter.peak_bytes, rel=0.05)
+    check_part(part, what, PackedSamples(2, what.context_length))
 
 
-@pytest.mark.parametrize("layers", ["", "0,1,2,4"])
-@pytest.mark.parametrize("part", slow_if(analysis.PARTS, lambda part: part != "statistics"))
+@pytest.mark.parametrize(
+    "part, layers",
+    [("statistics", ""), *(slow(part, "0,1,2,4") for part in analysis.PARTS)],
+)
 def test_few_layers_extrapolate_to_what_all_layers_take(part, layers):
     what = asked("standard")
     config = dataclasses.replace(what.config, num_layers=7)
@@ -116,9 +120,9 @@ def test_few_layers_extrapolate_to_what_all_layers_take(part, layers):
     assert analysis.peak(deep, "cpu", part) == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("layer", [0, 2])
-def test_an_autoencoder_of_any_layer_is_planned_within_five_percent(layer):
-    """Its forward ends at its layer. Behind an early one a plan once counted too much."""
+def test_an_autoencoder_of_an_early_layer_is_planned_within_five_percent():
+    """Its forward ends at its layer, behind which a plan once counted too much."""
+    layer = 0
     measures = Measures(sae_tokens=1, layers=str(layer))
     what = analysis.Analysed(SETTINGS["standard"][0], measures, 4, 1024)
     planned = analysis.peak(what, "cpu", "sae")
@@ -130,9 +134,8 @@ def test_an_autoencoder_of_any_layer_is_planned_within_five_percent(layer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["standard", "parts"])
-def test_a_comparison_holds_the_activations_of_one_layer(name):
-    what = asked(name)
+def test_a_comparison_holds_the_activations_of_one_layer():
+    what = asked("standard")
     peaks = []
     for layers in ("2", "0,1,2"):
         measures = dataclasses.replace(what.measures, layers=layers, skip_sae=True)

@@ -10,7 +10,7 @@ from footprint.device import Placement, card
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory import advise, fit, plan, solve
-from longhaul.memory.search import AS_ASKED, Found, Lever, Search, Verdict, pulled
+from longhaul.memory.search import AS_ASKED, Found, Lever, Search, pulled
 from longhaul.posttrain.config import IntuitorConfig
 
 CFG = TrainConfig(model_size="0.6B", context_length=65536, batch_size=4, loss="standard")
@@ -43,11 +43,6 @@ def names(cfg: TrainConfig) -> list[str]:
 
 def planned(available: float) -> plan.Plan:
     return plan.plan(SHALLOW, SHALLOW.model(), World(), torch.device("cuda"), available)
-
-
-def test_the_exit_code_of_a_verdict_is_0_2_or_3():
-    codes = {verdict: verdict.exit_code for verdict in Verdict}
-    assert codes == {Verdict.FITS: 0, Verdict.AFTER_CHANGES: 2, Verdict.NOTHING: 3}
 
 
 def test_every_rung_adds_one_lever_to_the_one_below():

@@ -12,19 +12,9 @@ ROWS = 4 * N * N  # bytes
 TOLERANCE = 0.005  # of the peak: a copy that is missed is at least a twentieth
 
 
-@pytest.fixture(autouse=True)
-def single_thread():
-    torch.set_num_threads(1)
-
-
 def turned(y):
     """A result whose gradient is not contiguous."""
     return y.t() * torch.ones(N, N)
-
-
-def attend(x):
-    q_BHTK = x.view(1, 8, -1, 64)
-    return F.scaled_dot_product_attention(q_BHTK, q_BHTK, q_BHTK)
 
 
 def products(x):
@@ -40,20 +30,11 @@ CASES = {
     "gelu": lambda x: turned(F.gelu(x)),
     "gelu, expanded": F.gelu,
     "embedding": lambda x: turned(F.embedding(torch.zeros(N, 2, dtype=torch.long).t()[0], x)),
-    "attention in float64": lambda x: attend(x.double()),
     "a product's gradient": products,
     "batch_norm": lambda x: F.batch_norm(x, None, None, training=True) * 1.0,
     "float by bool": lambda x: torch.mul(x, x > 0.5),
-    "float by int": lambda x: x * torch.ones(N, N, dtype=torch.int32),
-    "float by float64": lambda x: (x + torch.ones(N, N, dtype=torch.float64)).float(),
-    "float by bfloat16": lambda x: x * torch.ones(N, N, dtype=torch.bfloat16),
     "sum of booleans": lambda x: x * (x > 0.5).sum(),
     "sum of integers": lambda x: x * torch.ones(N, N, dtype=torch.int32).sum(-1, keepdim=True),
-    "mse_loss": lambda x: x * F.mse_loss(x, torch.ones(N, N)),
-    "smooth_l1_loss": lambda x: x * F.smooth_l1_loss(x, torch.ones(N, N)),
-    "huber_loss": lambda x: x * F.huber_loss(x, torch.ones(N, N)),
-    "soft_margin_loss": lambda x: x * F.soft_margin_loss(x, torch.ones(N, N)),
-    "binary_cross_entropy": lambda x: x * F.binary_cross_entropy(x, torch.ones(N, N) / 2),
 }
 
 
@@ -112,9 +93,8 @@ def test_on_cuda_softmax_holds_the_product_of_its_gradient_and_its_result():
         (lambda x: F.embedding_bag(torch.zeros(2, 4).long(), x, mode="max"), "bags"),
     ],
 )
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_an_operator_whose_inside_is_not_known_is_named(compute, words, target):
-    report = predict(lambda: torch.rand(64, 64, requires_grad=True), compute, target)
+def test_an_operator_whose_inside_is_not_known_is_named(compute, words):
+    report = predict(lambda: torch.rand(64, 64, requires_grad=True), compute)
     assert any(words in left_out for left_out in report.not_modelled)
 
 

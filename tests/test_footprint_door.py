@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import profile_memory
 from longhaul.memory.search import Bounds
@@ -35,11 +34,6 @@ def step(state, batch=32):
 """
 PARAMETERS = 64 * 256 + 256 + 2560 + 10
 SIZES = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
-
-
-@pytest.fixture(autouse=True)
-def single_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -13,11 +13,6 @@ from tests.footprint_models import Transformer, convolutions, images, tokens
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 
-@pytest.fixture(autouse=True)
-def single_thread():
-    torch.set_num_threads(1)
-
-
 def loss(output):
     return F.cross_entropy(output.flatten(0, 1), torch.zeros(4 * 160, dtype=torch.long))
 

@@ -12,11 +12,6 @@ from footprint import measure, predict
 TOLERANCE = 12  # bytes
 
 
-@pytest.fixture(autouse=True)
-def single_thread():
-    torch.set_num_threads(1)
-
-
 def trained(model, inputs):
     """build and step of a model of one input; both are made by functions."""
 

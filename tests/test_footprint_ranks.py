@@ -26,11 +26,6 @@ BUILD, STEP = OVER_RANKS["FSDP2, transformer"]
 PARAMETERS = sum(parameter.nbytes for parameter in Transformer().parameters())
 
 
-@pytest.fixture(autouse=True)
-def single_thread():
-    torch.set_num_threads(1)
-
-
 # ---- ranks that run
 
 

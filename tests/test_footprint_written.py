@@ -2,9 +2,7 @@
 steps are with "cpu" in place of "cuda"; and what a step moves to the host counts there.
 """
 
-import copy
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,13 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from footprint import Recording, Refused, predict
+from footprint import Recording, predict
 from tests.footprint_models import BATCH, TOKENS, VOCABULARY, Transformer, convolutions
-
-
-@pytest.fixture(autouse=True)
-def single_thread():
-    torch.set_num_threads(1)
 
 
 class Form:
@@ -144,36 +137,10 @@ class Trainer(Form):
         return f"{loss.detach().item():.3f} {norm:.3f}"
 
 
-class Accumulation(Form):
-    def step(self, state):
-        model, optimizer = state
-        total = torch.zeros((), device=self.device)
-        for _ in range(4):
-            loss = self.loss(model) / 4
-            total += loss.detach()
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return total.item()
-
-
 class Offload(Form):
     def loss(self, model):
         with save_on_cpu(pin_memory=True):
             return super().loss(model)
-
-
-class Averaged(Form):
-    def build(self):
-        model, optimizer = super().build()
-        return model, optimizer, copy.deepcopy(model).requires_grad_(False)
-
-    def step(self, state):
-        model, optimizer, average = state
-        super().step((model, optimizer))
-        with torch.no_grad():
-            for kept, new in zip(average.parameters(), model.parameters(), strict=True):
-                kept.lerp_(new, 0.01)
 
 
 class Logged(Form):
@@ -218,9 +185,7 @@ FORMS = [
     Replicated,
     Sharded,
     Trainer,
-    Accumulation,
     Offload,
-    Averaged,
     Logged,
     Timed,
 ]
@@ -342,13 +307,3 @@ def test_other_ways_to_say_cuda_are_understood_and_leave_no_default(step):
     plain = predict(convolutions, lambda model: model(torch.randn(2, 3, 16, 16)), "cuda").peak
     assert predict(convolutions, step, "cuda").peak == pytest.approx(plain, rel=1e-3)
     assert torch.ones(1).device.type == "cpu"
-
-
-def compiled() -> tuple[Callable, torch.optim.Optimizer]:
-    model = Transformer().cuda()
-    return torch.compile(model), torch.optim.AdamW(model.parameters())
-
-
-def test_a_compiled_step_for_a_gpu_is_refused():
-    with pytest.raises(Refused, match="without torch.compile"):
-        predict(compiled, Form("cuda").step, "cuda")

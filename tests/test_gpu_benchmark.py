@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import attention as checks
 from benchmarks import record
-from benchmarks.gpu import attention, children, command, machine, memory, smoke, step
+from benchmarks.gpu import attention, children, command, loss, machine, memory, smoke, step
 from benchmarks.gpu.jobs import Place
 from longhaul.memory import reconcile
 
@@ -22,9 +22,9 @@ TOY = Place(CPU, True)
 
 
 def without_processes(orders, at_once, until, look, ready):
-    """Run the jobs here, which saves loading torch for each; the smoke test has its processes."""
+    """Run the jobs here, which saves loading torch for each; a kernel has its process."""
     for order in orders:
-        if order.name.startswith("smoke"):
+        if order.name.startswith("smoke, kernel"):
             yield from children.run_all([order], at_once, until, look, ready)
             continue
         words = [word for word in order.command[3:] if word != "--wait"]
@@ -42,6 +42,13 @@ def test_the_rehearsal_runs_every_part_at_toy_sizes_and_claims_nothing(tmp_path,
         pytest.skip("a GPU is here: `python -m benchmarks.gpu --toy` is the rehearsal")
     monkeypatch.setattr(command, "run_all", without_processes)
     monkeypatch.setattr(command.Session, "start_ahead", lambda session: None)
+    for module, name in ((attention, "ROUNDS"), (step, "ROUNDS"), (loss, "TOY_ROUNDS")):
+        monkeypatch.setattr(module, name, 1)
+    small = [
+        (*of_job, changes | dict(model_overrides=("num_layers=1",)), seconds)
+        for *of_job, changes, seconds in memory.TOY_CONFIGURATIONS
+    ]
+    monkeypatch.setattr(memory, "TOY_CONFIGURATIONS", small)
     args = ["--toy", "--out", str(tmp_path), "--deadline", "30"]
     assert command.main(args, began=time.monotonic()) == 0
     data = json.loads((tmp_path / "results.json").read_text())

@@ -12,7 +12,6 @@ import pytest
 
 from footprint import timeline
 from footprint.allocator import MIB, replay
-from footprint.html import nice
 from footprint.page import page, write
 from footprint.picture import COLOURS, amount
 from footprint.trace import CATEGORIES, Event, Storage, Trace
@@ -140,17 +139,6 @@ def test_a_long_trace_makes_a_small_page_and_loses_no_peak():
     assert f"peak {amount(GIB + MIB)} in start" in text
 
 
-@pytest.mark.slow
-def test_a_deep_model_stays_below_one_megabyte():
-    cfg = TrainConfig(
-        model_size="tiny",
-        context_length=4096,
-        model_overrides=("num_layers=10",),
-        gradient_checkpointing="full",
-    )
-    assert len(page(simulate(cfg, ranks=2), "deep", TABLES).encode()) < 1_000_000
-
-
 def test_sizes_agree_with_the_trace_at_any_time(trace):
     every = [time for time, _ in trace.levels()]
     sizes = timeline.sizes_at(trace, every[::97])
@@ -172,13 +160,6 @@ def test_layers_of_one_kind_are_one_line_with_their_count():
     assert group["count"] == 12
     assert group["module"] == "layers.*.mlp"
     assert group["bytes"] == MIB
-
-
-@pytest.mark.parametrize(
-    "raw, step", [(0.3, 0.5), (1, 1), (1.2, 2), (17, 20), (21, 50), (140, 200)]
-)
-def test_the_axis_counts_in_round_steps(raw, step):
-    assert nice(raw) == step
 
 
 def test_an_empty_trace_and_an_unwritable_file_are_one_clear_line(tmp_path):

@@ -63,22 +63,3 @@ def test_statistics_take_fifty_times_less_memory_than_full_logits():
     difference = (gradients["tiled"] - gradients["full"]).norm()
     assert difference <= 1e-4 * gradients["full"].norm()
     assert peaks["tiled"] * 50 <= peaks["full"]
-
-
-def test_a_self_certainty_that_averages_over_chunks_is_wrong():
-    """The snippet of a note on memory: a mean over chunks of logsumexp - mean. Each chunk lacks the
-    others, so it is short by at least the logarithm of the number of chunks.
-    """
-    generator = torch.Generator().manual_seed(0)
-    logits_NV = torch.randn(20, 8192, generator=generator)
-
-    chunks = []
-    for chunk_NV in logits_NV.split(1024, dim=-1):
-        chunks.append(chunk_NV.logsumexp(-1) - chunk_NV.mean(-1))
-    snippet_N = torch.stack(chunks, dim=-1).mean(-1)
-
-    right_N = logits_NV.logsumexp(-1) - logits_NV.mean(-1)
-    one_hot_VV = torch.eye(8192)
-    tiled_N = vocab_stats(logits_NV, one_hot_VV).self_certainty + math.log(8192)
-    assert (tiled_N - right_N).abs().max() < 1e-4
-    assert (right_N - snippet_N).min() >= math.log(8) - 1e-4

@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import pytest
-import torch
 
 from benchmarks import posttrain
 
@@ -12,14 +11,6 @@ SMALL = (
     "--rounds 1 --num_layers 1 --vocab_size 300 --prompt_vocab_size 300 --gumbel_topk 16 "
     "--soft_prompt 4 --soft_response 4 --prompt 64 --response 8 --group_size 4"
 )
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    """Restore the number of threads, which the benchmark sets to one."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.slow

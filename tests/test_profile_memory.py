@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import shlex
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
@@ -91,13 +89,6 @@ def test_bad_input_is_one_line_and_exit_code_2(args, words, capsys):
     assert error.count("\n") == 1
 
 
-def test_the_command_exits_with_the_code():
-    command = [sys.executable, "profile_memory.py", "--nproc", "-1"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("profile_memory.py: error:")
-
-
 def test_the_html_page_shows_every_layer(tmp_path, capsys):
     path = tmp_path / "page.html"
     args = [*SMALL, "--model_overrides", "num_layers=9", "--html", str(path)]
@@ -173,13 +164,6 @@ def test_rows_too_many_for_the_shortest_context_are_refused():
     many = TrainConfig(model_size="tiny", batch_size=3_000_000)
     with pytest.raises(ValueError, match="give a smaller --batch_size"):
         solved(many, "context", 1.5, 1)
-
-
-def test_lines_are_said_as_they_are_found():
-    said = []
-    cfg = TrainConfig(model_size="tiny", context_length=512)
-    solve.solve(cfg, "world_size", 24.0, 2, said.append)
-    assert said[-1].startswith("python train.py")
 
 
 @pytest.mark.slow

@@ -135,9 +135,7 @@ def save_sharded(world: dist.World, folder: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "stored, dtype", [("float32", "keep"), ("float32", "bfloat16"), ("bfloat16", "keep")]
-)
+@pytest.mark.parametrize("stored, dtype", [("float32", "bfloat16"), ("bfloat16", "keep")])
 def test_an_import_needs_less_than_a_shard(folders, tmp_path, stored, dtype):
     shards = sorted((folders / stored).glob("*.safetensors"))
     shard = max(path.stat().st_size for path in shards)

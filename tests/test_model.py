@@ -5,7 +5,6 @@ memory, initialisation, errors.
 import copy
 import dataclasses
 import math
-import re
 
 import pytest
 import torch
@@ -14,7 +13,17 @@ import model
 from longhaul import kernels
 from longhaul.flops import train_flops
 from longhaul.vocab import loss as vocab_loss
-from model import GIB, IGNORE, Decoder, ModelConfig, OnHost, RotaryCache, linear_cross_entropy
+from model import (
+    GIB,
+    IGNORE,
+    Decoder,
+    ModelConfig,
+    NSAConfig,
+    OnHost,
+    RotaryCache,
+    Standard,
+    linear_cross_entropy,
+)
 from tests import oracle
 
 SMALL = dict(
@@ -112,9 +121,17 @@ def assert_equal_runs(got, truth, tolerance: float):
 
 
 @MAKES
-@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
+@pytest.mark.parametrize(
+    "kv_heads, tied, loss",
+    [
+        (8, True, "standard"),
+        (4, False, "standard"),
+        (2, True, "chunked"),
+        (1, False, "chunked"),
+        (4, True, "one_pass"),
+        (2, False, "one_pass"),
+    ],
+)
 def test_logits_loss_and_every_gradient_equal_the_oracle_for_each_grouping_of_heads(
     kv_heads, tied, loss, make
 ):
@@ -126,7 +143,7 @@ def test_logits_loss_and_every_gradient_equal_the_oracle_for_each_grouping_of_he
 
 
 @MAKES
-@pytest.mark.parametrize("length", [1, 2, 3, 255, 256, 257])
+@pytest.mark.parametrize("length", [1, 2, 3, 257])
 def test_odd_lengths_equal_the_oracle(length, make):
     decoder = build(dtype="float64", make=make)
     tokens, labels = some_tokens(1, length), some_labels(1, length)
@@ -144,8 +161,7 @@ def test_fp32_is_within_rounding_of_the_truth():
     )
 
 
-@pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed, loss", enumerate(["standard", "chunked", "one_pass"]))
 @MAKES
 def test_bf16_errs_no_more_than_a_plain_bf16_path(loss, seed, make):
     decoder = build(seed, "bfloat16", make, loss=loss, hidden_size=64, head_dim=16, ffn_size=96)
@@ -269,20 +285,6 @@ def test_packed_documents_equal_separate_ones_in_logits_and_gradients(continued,
     assert_equal_runs(decoder_run(decoder, tokens, labels, doc_ids=doc_ids), truth, 1e-10)
 
 
-def test_packed_documents_equal_calls_of_this_decoder_one_by_one():
-    decoder = build()
-    doc_ids, documents = packed()
-    tokens = some_tokens(3, 17)
-    together = decoder(tokens, doc_ids=doc_ids)
-    for row, start, end in documents:
-        torch.testing.assert_close(
-            together[row, start:end],
-            decoder(tokens[row : row + 1, start:end])[0],
-            atol=1e-5,
-            rtol=0,
-        )
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_changed_document_leaves_the_logits_of_the_others_bit_identical(dtype):
     decoder = build(dtype=dtype)
@@ -297,11 +299,6 @@ def test_a_changed_document_leaves_the_logits_of_the_others_bit_identical(dtype)
         inside[row, start:end] = True
         assert torch.equal(before[~inside], after[~inside])
         assert not torch.equal(before[inside], after[inside])
-
-
-def test_documents_of_one_row_each_change_nothing():
-    decoder, tokens = build(), some_tokens(2, 19)
-    assert torch.equal(decoder(tokens), decoder(tokens, doc_ids=torch.tensor([[3] * 19, [3] * 19])))
 
 
 def test_document_ids_on_the_host_stay_there_when_fsdp_moves_the_inputs():
@@ -363,18 +360,10 @@ def test_given_positions_win_over_the_documents_own():
 # ----------------------------------------------------------------------------------------- KV cache
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(
-    "parts",
-    [[1] * 23, [16] + [1] * 7, [7, 7, 7, 2], [23], [1, 22], [22, 1]],
-    ids=[
-        "token by token",
-        "prefill and steps",
-        "chunked prefill",
-        "whole",
-        "one and rest",
-        "rest and one",
-    ],
+    "kv_heads, parts",
+    [(4, [1] * 23), (2, [16] + [1] * 7), (1, [7, 7, 7, 2]), (2, [23]), (4, [1, 22])],
+    ids=["token by token", "prefill and steps", "chunked prefill", "whole", "one and rest"],
 )
 @MAKES
 def test_decoding_with_the_cache_equals_the_full_forward_at_every_position(kv_heads, parts, make):
@@ -393,15 +382,6 @@ def test_a_prefill_longer_than_a_chunk_of_queries_equals_the_full_forward(make):
     with torch.no_grad():
         pieces = [decoder(part, cache=cache) for part in tokens.split([101, 599], dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), decoder(tokens), atol=1e-5, rtol=1e-5)
-
-
-def test_the_cache_has_the_compute_dtype_and_the_size_of_its_key_heads():
-    cache = build(dtype="bfloat16").new_cache(3, 10)
-    assert len(cache.layers) == 2 and cache.length == 0
-    assert (
-        cache.layers[0].k_BSGK.shape == (3, 10, 2, 6)
-        and cache.layers[1].v_BSGK.dtype == torch.bfloat16
-    )
 
 
 # --------------------------------------------------------------------------------- rotary positions
@@ -524,17 +504,6 @@ def test_frequencies_have_the_bits_of_transformers(scaling, head_dim, theta, fac
     assert scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
 
 
-def test_every_preset_has_a_head_dimension_whose_frequencies_were_compared():
-    assert {ModelConfig.preset(name).head_dim for name in model.PRESETS} == {32, 128}
-
-
-def test_a_larger_theta_stretches_the_slowest_wavelength_and_leaves_the_fastest():
-    small, _ = model.rope_frequencies(ModelConfig(rope_theta=1e6), torch.device("cpu"))
-    large, _ = model.rope_frequencies(ModelConfig(rope_theta=5e8), torch.device("cpu"))
-    assert small[0] == large[0] == 1.0
-    assert (small[-1] / large[-1]).item() == pytest.approx(500 ** (126 / 128), rel=1e-5)
-
-
 # ------------------------------------------------------------------------------------------- memory
 
 
@@ -574,8 +543,7 @@ def training_pass(length: int, dtype: str, documents: bool, make):
     return lambda: decoder(tokens, tokens, doc_ids=doc_ids).backward()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("dtype, documents", [("float32", True), ("bfloat16", False)])
 @MAKES
 def test_a_training_pass_at_4096_tokens_allocates_neither_scores_nor_logits(dtype, documents, make):
     length, size = 4096, 2 if dtype == "bfloat16" else 4
@@ -606,17 +574,6 @@ def test_prefilling_in_chunks_allocates_linearly_in_the_cached_length():
     assert peak(4096) <= 2.1 * peak(2048)
 
 
-@MAKES
-def test_the_chunked_loss_saves_no_logits_for_the_backward(make):
-    saved = []
-    decoder, tokens = make(ModelConfig(**WIDE)), some_tokens(1, 1024)
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: saved.append(t.numel()) or t, lambda t: t
-    ):
-        decoder(tokens, tokens).backward()
-    assert max(saved) <= WIDE["vocab_size"] * WIDE["hidden_size"] < 1024 * WIDE["vocab_size"] / 4
-
-
 # ---------------------------------------------------------------------------------- initial weights
 
 
@@ -637,11 +594,16 @@ def test_initial_weights_depend_on_seed_and_name_alone():
     )
 
 
-def test_construction_leaves_the_global_random_state_alone():
+@pytest.mark.parametrize(
+    "attention",
+    [Standard(), NSAConfig(), NSAConfig(kv="separate", cmp_kind="mean")],
+    ids=["standard", "nsa", "nsa, separate, mean"],
+)
+def test_construction_leaves_the_global_random_state_alone(attention):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    kernels.decoder(ModelConfig(**SMALL))
+    kernels.decoder(ModelConfig(**SMALL, attention=attention))
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -701,10 +663,8 @@ def test_presets_have_exactly_the_published_numbers_of_parameters(name, count):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        dict(tie_embeddings=False),
         dict(num_layers=5, num_kv_heads=1),
-        dict(head_dim=10, ffn_size=7),
+        dict(tie_embeddings=False, head_dim=10, ffn_size=7),
     ],
 )
 def test_the_closed_form_of_the_parameters_equals_the_real_count(changes):
@@ -782,15 +742,6 @@ def test_the_threshold_and_an_explicit_loss_win_over_the_rule():
     ).config.should_chunk(1, 10**9)
 
 
-@pytest.mark.parametrize("loss", ["chunked", "one_pass"])
-def test_the_standard_loss_and_tiles_agree(loss):
-    runs = [
-        decoder_run(build(dtype="float64", loss=loss), some_tokens(2, 33), some_labels(2, 33))
-        for loss in ("standard", loss)
-    ]
-    assert_equal_runs(runs[0], runs[1], 1e-12)
-
-
 def test_auto_takes_one_pass_unless_it_adds_gradients_in_low_precision():
     config = ModelConfig.preset("4B", compute_dtype="bfloat16")
     block = vocab_loss.block_tokens(10**9, config.vocab_size, config.hidden_size, 2)
@@ -818,8 +769,9 @@ def test_the_path_of_the_loss_decides_what_the_decoder_computes(monkeypatch):
 # ----------------------------------------------------------------------------------------- the loss
 
 
-@pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
-@MAKES
+@pytest.mark.parametrize(
+    "loss, make", [("standard", Decoder), ("chunked", Decoder), ("one_pass", kernels.decoder)]
+)
 def test_labels_that_are_all_ignored_give_an_attached_zero_loss_and_zero_gradients(loss, make):
     decoder = build(make=make, loss=loss)
     value = decoder(some_tokens(2, 9), torch.full((2, 9), IGNORE))
@@ -828,8 +780,10 @@ def test_labels_that_are_all_ignored_give_an_attached_zero_loss_and_zero_gradien
     assert all((p.grad == 0).all() for p in decoder.parameters())
 
 
-@pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
-@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize(
+    "loss, as_tensor",
+    [("standard", True), ("chunked", False), ("chunked", True), ("one_pass", True)],
+)
 @MAKES
 def test_num_valid_divides_the_sum_so_that_shares_of_a_batch_add_to_its_mean(loss, as_tensor, make):
     decoder = build(dtype="float64", make=make, loss=loss)
@@ -870,16 +824,15 @@ def exact_loss(hidden_ND, weight_VD, labels_N, divisor: float = 1.0) -> list[tor
     return with_gradients(total / divisor, h, w)
 
 
-@pytest.mark.parametrize("token_tile", [None, 1, 7, 36, 37, 1000])
 @pytest.mark.parametrize(
-    "options, divisor",
+    "token_tile, options, divisor",
     [
-        ({}, 29),  # of 37 labels 8 are ignored
-        (dict(reduction="sum"), 1),
-        (dict(num_valid=50), 50),
-        (dict(num_valid=torch.tensor(50)), 50),
+        (None, {}, 29),  # of 37 labels 8 are ignored
+        (1, dict(reduction="sum"), 1),
+        (7, dict(num_valid=50), 50),
+        (36, dict(num_valid=torch.tensor(50)), 50),
+        (1000, {}, 29),
     ],
-    ids=["mean", "sum", "num_valid", "tensor"],
 )
 def test_the_loss_in_chunks_and_its_gradients_are_those_of_float64(token_tile, options, divisor):
     hidden, weight, labels = loss_inputs()
@@ -1008,13 +961,15 @@ def test_the_head_sends_any_function_to_its_weight():
     [
         (dict(vocab_size=0), "vocab_size=0"),
         (dict(hidden_size=-4), "hidden_size=-4"),
-        (dict(num_layers=0), "num_layers=0"),
-        (dict(num_heads=0), "num_heads=0"),
         (dict(num_kv_heads=0), "num_kv_heads=0"),
         (dict(head_dim=0), "head_dim=0"),
-        (dict(ffn_size=0), "ffn_size=0"),
         (dict(loss_chunk_size=-1), "loss_chunk_size=-1"),
         (dict(rope_theta=-1.0), "rope_theta=-1.0"),
+        (dict(rope_theta=1.0), "rope_theta=1.0"),
+        (dict(rope_theta=math.inf), "rope_theta=inf"),
+        (dict(logits_threshold_gib=math.nan), "logits_threshold_gib=nan"),
+        (dict(logits_threshold_gib=-1.0), "logits_threshold_gib=-1.0"),
+        (dict(rope_scaling="yarn", rope_factor=math.nan), "rope_factor"),
         (dict(rope_original_context=0), "rope_original_context=0"),
         (dict(norm_eps=0.0), "norm_eps=0.0"),
         (dict(norm_eps=math.nan), "norm_eps=nan"),
@@ -1041,13 +996,6 @@ def test_an_unknown_preset_or_field_names_the_known_ones():
         ModelConfig.preset("tiny", width=3)
 
 
-def test_the_configuration_is_frozen_and_replaceable():
-    config = ModelConfig.preset("tiny", vocab_size=99)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.vocab_size = 3
-    assert dataclasses.replace(config, num_layers=1).vocab_size == 99
-
-
 @pytest.mark.parametrize(
     "arguments,words",
     [
@@ -1069,8 +1017,16 @@ def test_the_configuration_is_frozen_and_replaceable():
             "cache and doc_ids",
         ),
         (
-            lambda decoder: dict(tokens_BT=some_tokens(1, 5), cache=decoder.new_cache(1, 4)),
-            "max_length >= 5",
+            lambda decoder: dict(
+                tokens_BT=some_tokens(2, 6), doc_ids=torch.zeros(1, 12, dtype=torch.int32)
+            ),
+            r"doc_ids are \(1, 12\) and tokens \(2, 6\): give one id per token",
+        ),
+        (
+            lambda decoder: dict(
+                tokens_BT=some_tokens(2, 6), positions=torch.zeros(1, 1, dtype=torch.int64)
+            ),
+            r"positions are \(1, 1\) and tokens \(2, 6\)",
         ),
     ],
 )
@@ -1114,63 +1070,6 @@ def test_a_state_dict_holds_parameters_alone_and_restores_every_logit(tied):
     assert torch.equal(decoder(tokens), other(tokens))
 
 
-def test_a_few_steps_of_training_learn_a_sequence_by_heart():
-    decoder, tokens = build(init_std=0.05), some_tokens(1, 16)
-    labels = torch.cat([tokens[:, 1:], torch.full((1, 1), IGNORE)], dim=1)
-    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
-    for _ in range(60):
-        loss = decoder(tokens, labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.05
-    assert torch.equal(decoder(tokens)[0, :-1].argmax(-1), tokens[0, 1:])
-
-
-# ---- inputs of the wrong shape
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        (
-            dict(doc_ids=torch.zeros(1, 12, dtype=torch.int32)),
-            "doc_ids are (1, 12) and tokens (2, 6): give one id per token",
-        ),
-        (
-            dict(positions=torch.zeros(1, 1, dtype=torch.int64)),
-            "positions are (1, 1) and tokens (2, 6)",
-        ),
-        (
-            dict(cache=kernels.decoder(ModelConfig.preset("tiny", vocab_size=32)).new_cache(3, 8)),
-            "build it with batch_size=2",
-        ),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_inputs_that_would_broadcast_silently_are_refused(changes, words):
-    decoder = kernels.decoder(ModelConfig.preset("tiny", vocab_size=32))
-    with pytest.raises(ValueError, match=re.escape(words)):
-        decoder(torch.zeros(2, 6, dtype=torch.int64), **changes)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(rope_theta=1.0),
-        dict(rope_theta=math.inf),
-        dict(rope_scaling="yarn", rope_factor=math.nan),
-        dict(logits_threshold_gib=math.nan),
-        dict(logits_threshold_gib=-1.0),
-        dict(norm_eps=0.0),
-    ],
-    ids=str,
-)
-def test_a_number_out_of_range_is_refused_by_name(changes):
-    with pytest.raises(ValueError, match=list(changes)[-1]):
-        ModelConfig.preset("tiny", **changes)
-
-
 @MAKES
 def test_both_losses_take_int32_labels(make):
     tokens = torch.arange(12).view(2, 6)
@@ -1184,8 +1083,7 @@ def test_both_losses_take_int32_labels(make):
 # ---- products on a CPU that is slower in bf16
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype, biased", [(torch.bfloat16, True), (torch.float16, False)])
 def test_a_cpu_that_is_faster_in_fp32_multiplies_so_and_rounds(monkeypatch, dtype, biased):
     monkeypatch.setattr("base.machine.fp32_is_faster", lambda dtype: True)
     x, dy = (torch.randn(2, 5, n).to(dtype) for n in (7, 3))

@@ -22,18 +22,26 @@ triton = pytest.importorskip(
 )
 
 from longhaul.vocab import triton_bodies as linear_ce  # noqa: E402  without triton it cannot be imported
-from tests.test_loss import SCALES, huge_logits  # noqa: E402
+from tests.test_loss import HUGE, huge_logits  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # relative rounding error of one value
 EPS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 # NumPy, which interprets the kernels, warns of infinities that they expect.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
-sizes = pytest.mark.parametrize(
-    "N, V", [(1, 1), (3, 7), (5, 128), (2, 257), (3, 4096), (2, 4099), (1, 8192)]
+tiles = pytest.mark.parametrize(
+    "N, V, softcap, dtype",
+    [
+        (1, 1, None, torch.float32),
+        (3, 7, 2.5, torch.float16),
+        (5, 128, 30.0, torch.float32),
+        (2, 257, None, torch.float16),
+        (3, 4096, 2.5, torch.float32),
+        (2, 4099, 30.0, torch.float16),
+        (2, 4099, 2.5, torch.float32),
+        (1, 8192, None, torch.float32),
+    ],
 )
-softcaps = pytest.mark.parametrize("softcap", [None, 30.0, 2.5])
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 
 
 @pytest.fixture(autouse=True)
@@ -106,9 +114,7 @@ def assert_close(got, want, bound):
 # ---- the two functions
 
 
-@sizes
-@softcaps
-@dtypes
+@tiles
 def test_a_folded_tile_equals_float64(N, V, softcap, dtype):
     wide_NV, z_NV = tile(N, V, dtype)
     before_NV = wide_NV.clone()
@@ -127,9 +133,7 @@ def test_a_folded_tile_equals_float64(N, V, softcap, dtype):
     assert unchanged, "the forward must only read the tile"
 
 
-@sizes
-@softcaps
-@dtypes
+@tiles
 def test_a_gradient_tile_equals_float64_to_one_rounding(N, V, softcap, dtype):
     wide_NV, z_NV = tile(N, V, dtype)
     slope_N, shift_N = row_vectors(N, 2)
@@ -147,32 +151,7 @@ def test_a_gradient_tile_equals_float64_to_one_rounding(N, V, softcap, dtype):
     assert wide_NV[:, V:].isnan().all(), "the padding next to the tile must stay untouched"
 
 
-@softcaps
-def test_errors_against_float64_stay_within_a_small_factor_of_the_pytorch_versions(softcap):
-    N, V = 8, 1000
-    _, z_NV = tile(N, V, torch.float32)
-    target_N = targets(N, V)
-    lse_N = vocab_loss.capped(z_NV, softcap, torch.float64).logsumexp(1).float()
-    vectors = [lse_N, *row_vectors(N, 2)]
-    exact_vectors = [x_N.double() for x_N in vectors]
-
-    truth_NV = z_NV.double()
-    plain_NV = z_NV.clone()
-    twin_NV = z_NV.clone()
-    vocab_loss.logits_to_gradient(truth_NV, target_N, *exact_vectors, softcap)
-    vocab_loss.logits_to_gradient(plain_NV, target_N, *vectors, softcap)
-    linear_ce.logits_to_gradient(twin_NV, target_N, *vectors, softcap)
-
-    plain_error = (plain_NV - truth_NV).norm() / truth_NV.norm()
-    twin_error = (twin_NV - truth_NV).norm() / truth_NV.norm()
-    assert twin_error <= 3 * plain_error + 1e-7
-
-
-@pytest.mark.parametrize(
-    "widths",
-    [[300], [128, 128, 44], [1, 299], [7] * 42 + [6]],
-    ids=lambda widths: f"{len(widths)} tiles",
-)
+@pytest.mark.parametrize("widths", [[300], [1, 299], [7] * 42 + [6]], ids=len)
 def test_folding_tile_after_tile_gives_the_exact_loss_for_any_tiling(widths):
     N, V = 4, 300
     _, z_NV = tile(N, V, torch.float32)
@@ -223,8 +202,7 @@ def test_logits_with_a_large_common_offset_neither_overflow_nor_lose_the_loss():
     assert_close(nll_N, want_N, 1e-6)
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale, dtype", HUGE)
 def test_gradients_of_huge_logits_are_those_of_torch(scale, dtype):
     hidden_ND, weight_VD, labels_N = (x.to(DEVICE) for x in huge_logits(scale, dtype))
 
@@ -394,7 +372,7 @@ needs_gpu = pytest.mark.skipif(
 
 @pytest.mark.gpu
 @needs_gpu
-@softcaps
+@pytest.mark.parametrize("softcap", [None, 30.0, 2.5])
 def test_bf16_tiles_of_training_size_match_the_pytorch_versions_and_repeat(softcap):
     N, V = 4096, 8192
     _, z_NV = tile(N, V, torch.bfloat16, padding=8)

@@ -24,7 +24,7 @@ from longhaul.sparse.decode import BlockCache
 from longhaul.sparse.nsa import engine
 from longhaul.sparse.selectors import Exact
 from model import NSAConfig
-from tests import nsa_oracle as oracle
+from tests import test_nsa
 from tests.test_nsa import (
     DEVICE,
     NAMES,
@@ -33,7 +33,7 @@ from tests.test_nsa import (
     all_equal,
     assert_selection,
     boundaries,
-    chosen_mask,
+    fused_attention,
     inputs,
     prepare_triton,
     relative,
@@ -76,33 +76,16 @@ def run(tensors, cfg=TINY, cu=None):
     return [x.detach().cpu() for x in parts], [x.cpu() for x in grads]
 
 
+# ---- against the oracle
+
+
 def compare(tensors, cfg=TINY):
     """Outputs and all gradients against the oracle on the same inputs and the same chosen blocks,
     and the choice against the oracle's importance.
     """
-    (o, o_cmp, o_slc, block_idx), grads = run(tensors, cfg)
-    chosen = chosen_mask(block_idx, o.shape[1], cfg)
-    truth_in = [x.detach().cpu().double().requires_grad_() for x in tensors]
-    truth_o, truth_cmp, truth_slc, _ = oracle.nsa(*truth_in, cfg, chosen)
-    forward_bound, gradient_bound = BOUNDS[o.dtype]
-
-    assert relative(o, truth_o) <= forward_bound
-    assert relative(o_cmp, truth_cmp) <= forward_bound
-    assert relative(o_slc, truth_slc) <= forward_bound
-
-    weight = weighting(truth_o).to(o.dtype).double()
-    truth_grads = torch.autograd.grad(truth_o, truth_in, weight)
-    for name, got, want in zip(NAMES, grads, truth_grads, strict=True):
-        # The softmax over a single visible key has a gradient of exactly 0. What is left then is
-        # measured against the gradient's scale.
-        bound = gradient_bound if want.norm() > 1e-6 else forward_bound
-        assert relative(got, want) <= bound, f"gradient of {name}"
-
-    slack = 1e-5 if o.dtype == torch.float32 else 1e-4
-    assert_selection(chosen, truth_in, cfg, slack)
-
-
-# ---- against the oracle
+    dtype = tensors[0].dtype
+    _, chosen, truth_in = test_nsa.compare(fused_attention, tensors, cfg, *BOUNDS[dtype])
+    assert_selection(chosen, truth_in, cfg, 1e-5 if dtype == torch.float32 else 1e-4)
 
 
 @pytest.mark.parametrize("T", [1, 4, 17, *map(slow, (3, 16, 50))])

@@ -31,6 +31,7 @@ from longhaul.generate import (
     generate,
 )
 from longhaul.kinds import StandardKind
+from longhaul.sparse.indexer import Indexed
 from model import ModelConfig, NSAConfig, Standard
 from scripts import evaluate as evaluate_script
 from scripts import generate as generate_script
@@ -71,8 +72,19 @@ def test_a_low_temperature_sharpens_and_a_high_one_flattens():
     )
 
 
-@pytest.mark.parametrize("length", [1, 5, slow(PREFILL_CHUNK + 3)])
-def test_greedy_decoding_equals_the_argmax_of_full_forwards(decoder, length):
+@pytest.mark.parametrize(
+    "attention, length",
+    [
+        (Standard(), 1),
+        (Standard(), 5),
+        slow(Standard(), PREFILL_CHUNK + 3),
+        (NSAConfig(8, 4, 16, 3, window=24), 70),
+        (Indexed(count=3, block=8, head_dim=32), 70),
+    ],
+)
+def test_greedy_decoding_equals_the_argmax_of_full_forwards(attention, length):
+    config = ModelConfig.preset("tiny", vocab_size=50, num_layers=2, attention=attention)
+    decoder = kernels.decoder(config)
     prompt = torch.randint(50, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     got, tokens = list(generate(decoder, prompt, 6, temperature=0)), list(prompt)
     for _ in range(6):

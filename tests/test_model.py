@@ -191,16 +191,6 @@ def test_fp32_master_weights_get_fp32_gradients_from_bf16_compute():
 # ------------------------------------------------------------------------------------ own functions
 
 
-def test_rmsnorm_has_the_gradient_of_its_equation():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 2, 5, dtype=torch.float64, generator=generator, requires_grad=True)
-    weight = torch.randn(5, dtype=torch.float64, generator=generator, requires_grad=True)
-    torch.testing.assert_close(
-        model._RMSNorm.apply(x, weight, 1e-6), oracle.rms_norm(x, weight, 1e-6)
-    )
-    assert torch.autograd.gradcheck(lambda x, w: model._RMSNorm.apply(x, w, 1e-6), (x, weight))
-
-
 def test_rmsnorm_of_zeros_is_zero_with_finite_gradients():
     x, weight = torch.zeros(2, 3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
     model._RMSNorm.apply(x, weight, 1e-6).sum().backward()
@@ -210,33 +200,6 @@ def test_rmsnorm_of_zeros_is_zero_with_finite_gradients():
 def test_rmsnorm_squares_large_fp16_values_without_overflow():
     x = torch.full((1, 2, 64), 60_000.0, dtype=torch.float16)
     assert (model._RMSNorm.apply(x, torch.ones(64), 1e-6) == 1).all()
-
-
-def test_swiglu_has_the_gradient_of_its_equation():
-    generator = torch.Generator().manual_seed(0)
-    gate, up = (
-        torch.randn(3, 7, dtype=torch.float64, generator=generator, requires_grad=True)
-        for _ in range(2)
-    )
-    torch.testing.assert_close(model._SwiGLU.apply(gate, up), gate * gate.sigmoid() * up)
-    assert torch.autograd.gradcheck(model._SwiGLU.apply, (gate, up))
-
-
-def test_rotation_has_the_gradient_of_its_equation():
-    x = torch.randn(
-        2,
-        5,
-        3,
-        8,
-        dtype=torch.float64,
-        generator=torch.Generator().manual_seed(0),
-        requires_grad=True,
-    )
-    cos, sin = RotaryCache(ModelConfig(**SMALL | dict(head_dim=8)))(5, torch.device("cpu"))
-    torch.testing.assert_close(
-        model._Rotate.apply(x, cos, sin)[1], oracle.rotate(x[1], SMALL["rope_theta"])
-    )
-    assert torch.autograd.gradcheck(lambda x: model._Rotate.apply(x, cos, sin), (x,))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -283,22 +246,6 @@ def test_packed_documents_equal_separate_ones_in_logits_and_gradients(continued,
     tokens, labels = some_tokens(3, 17), some_labels(3, 17)
     truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels, documents)
     assert_equal_runs(decoder_run(decoder, tokens, labels, doc_ids=doc_ids), truth, 1e-10)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_changed_document_leaves_the_logits_of_the_others_bit_identical(dtype):
-    decoder = build(dtype=dtype)
-    doc_ids, documents = packed(continued=True)
-    tokens = some_tokens(3, 17)
-    before = decoder(tokens, doc_ids=doc_ids)
-    for row, start, end in documents:
-        changed = tokens.clone()
-        changed[row, start:end] = (changed[row, start:end] + 1) % decoder.config.vocab_size
-        after = decoder(changed, doc_ids=doc_ids)
-        inside = torch.zeros_like(tokens, dtype=torch.bool)
-        inside[row, start:end] = True
-        assert torch.equal(before[~inside], after[~inside])
-        assert not torch.equal(before[inside], after[inside])
 
 
 def test_document_ids_on_the_host_stay_there_when_fsdp_moves_the_inputs():
@@ -465,12 +412,10 @@ def test_training_goes_on_after_sampling_in_inference_mode():
 @pytest.mark.parametrize(
     "head_dim,theta,factor,original",
     [
-        *[(128, theta, 4.0, 32768) for theta in (1e4, 5e5, 1e6, 5e6, 1e7)],
-        *[(32, theta, 32.0, 4096) for theta in (1e4, 5e5, 1e6, 5e6, 1e7)],
-        (64, 1e4, 8.0, 4096),
+        *[(128, theta, 4.0, 32768) for theta in (1e4, 5e5, 1e6, 1e7)],
+        (32, 1e6, 32.0, 4096),
         (80, 3e5, 3.0, 1000),
         (6, 1e4, 2.0, 64),
-        (32, 5e5, 40.0, 512),
         (64, 1e3, 4.0, 32768),  # the ramp of yarn ends beyond half of the dimensions
         (64, 16.0, 4.0, 2000),  # and here at the last dimension
     ],
@@ -846,16 +791,6 @@ def test_the_loss_in_chunks_and_its_gradients_are_those_of_float64(token_tile, o
     assert not got[1][::5].any(), "ignored rows"
 
 
-@pytest.mark.parametrize("token_tile", [None, 5])
-def test_the_loss_of_float64_is_exact(token_tile):
-    hidden, weight, labels = loss_inputs(dtype=torch.float64)
-    loss = linear_cross_entropy(hidden, weight, labels, token_tile=token_tile)
-    assert loss.dtype == torch.float64
-    truth = exact_loss(hidden, weight, labels, 29)
-    for x, want in zip(with_gradients(loss, hidden, weight), truth):
-        assert error(x, want) <= 1e-13
-
-
 def test_in_bf16_the_loss_in_chunks_errs_no_more_than_all_logits_do():
     hidden, weight, labels = loss_inputs(N=200, dtype=torch.bfloat16)
     truth = exact_loss(hidden, weight, labels)
@@ -877,23 +812,6 @@ def test_fp32_weights_get_fp32_gradients_from_a_bf16_loss():
         assert error(x, want) <= 1e-2
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_loss_of_ignored_labels_alone_is_zero_and_so_are_its_gradients(reduction):
-    hidden, weight, labels = loss_inputs()
-    labels = torch.full_like(labels, IGNORE)
-    loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction, token_tile=10)
-    assert loss.requires_grad
-    assert not any(x.any() for x in with_gradients(loss, hidden, weight))
-
-
-def test_another_number_can_mark_ignored_labels():
-    hidden, weight, labels = loss_inputs()
-    marked = labels.where(labels != IGNORE, 3)
-    got = linear_cross_entropy(hidden, weight, marked, ignore_index=3)
-    want = linear_cross_entropy(hidden, weight, marked.where(marked != 3, IGNORE))
-    assert torch.equal(got, want)
-
-
 def test_the_loss_in_chunks_saves_two_gradients_and_holds_the_logits_of_one_chunk():
     hidden, weight, labels = loss_inputs(N=512, D=16, V=4096)
     saved = []
@@ -912,17 +830,6 @@ def test_a_loss_without_gradients_makes_none():
     with torch.no_grad():
         largest = largest_allocation(lambda: linear_cross_entropy(hidden, weight, labels))
     assert largest < hidden.nbytes, "as large as the gradient of hidden"
-
-
-@pytest.mark.parametrize("frozen", [0, 1], ids=["hidden", "weight"])
-def test_of_a_frozen_input_the_loss_makes_no_gradient_and_of_the_other_the_same_one(frozen):
-    hidden, weight, labels = loss_inputs()
-    want = with_gradients(linear_cross_entropy(hidden, weight, labels), hidden, weight)
-    inputs = [hidden, weight]
-    inputs[frozen] = inputs[frozen].detach()
-    linear_cross_entropy(*inputs, labels).backward()
-    assert inputs[frozen].grad is None
-    assert torch.equal(inputs[1 - frozen].grad, want[2 - frozen])
 
 
 @pytest.mark.parametrize(

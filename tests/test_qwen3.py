@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from longhaul import kernels, qwen3
 from longhaul.checkpoint.load import load_model, verified
 from model import Decoder, ModelConfig, NSAConfig
+from scripts import convert_qwen3
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip(
@@ -122,23 +123,17 @@ def assert_same_logits(ours: Decoder, theirs, tolerance: float = 1e-5):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_imported_logits_equal_those_of_transformers(tmp_path, shape):
+def test_logits_equal_those_of_transformers_and_a_round_trip_keeps_every_bit(tmp_path, shape):
     reference = saved(tmp_path / "hf", **SHAPES[shape])
     decoder = qwen3.from_hf(tmp_path / "hf")
     assert decoder.num_params() == reference.num_parameters()
     assert_same_logits(decoder, reference)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_round_trip_keeps_every_bit_and_the_configuration(tmp_path, shape):
-    reference = saved(tmp_path / "hf", **SHAPES[shape])
-    qwen3.to_hf(qwen3.from_hf(tmp_path / "hf"), tmp_path / "back")
+    qwen3.to_hf(decoder, tmp_path / "back")
     assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
     theirs = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "back")
     for key in COMPARED:
         assert getattr(theirs.config, key) == getattr(reference.config, key), key
-    assert_same_logits(qwen3.from_hf(tmp_path / "back"), theirs)
-    assert qwen3.from_hf(tmp_path / "back").config == qwen3.from_hf(tmp_path / "hf").config
+    assert qwen3.from_hf(tmp_path / "back").config == decoder.config
 
 
 @pytest.mark.parametrize("shape", ["untied", "linear", "yarn"])
@@ -198,7 +193,6 @@ def small(**changes) -> ModelConfig:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
         dict(tie_embeddings=False),
         dict(rope_scaling="linear", rope_factor=2.0, rope_original_context=100),
         dict(rope_scaling="yarn", rope_factor=2.0, rope_original_context=64, rope_theta=1e4),
@@ -214,10 +208,7 @@ def test_exported_logits_equal_those_of_transformers(tmp_path, changes):
 
 
 @pytest.mark.parametrize("rope", ["none", "linear", "yarn", "llama3"])
-@pytest.mark.parametrize("span", [1_000, 32_768, 131_072])
-def test_logits_at_positions_spread_over_a_long_context_equal_those_of_transformers(
-    tmp_path, rope, span
-):
+def test_logits_at_positions_spread_over_a_long_context_equal_those_of_transformers(tmp_path, rope):
     """A frequency that differs in its last bit turns far positions by up to 0.007 radians."""
     scaling = dict(rope_scaling=rope, rope_factor=4.0, rope_original_context=32_768)
     decoder = kernels.decoder(
@@ -226,7 +217,7 @@ def test_logits_at_positions_spread_over_a_long_context_equal_those_of_transform
     qwen3.to_hf(decoder, tmp_path)
     reference = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path).eval()
 
-    positions_BT = torch.linspace(0, span - 1, 48).long()[None]
+    positions_BT = torch.linspace(0, 131_071, 48).long()[None]
     tokens_BT = torch.randint(0, 97, (1, 48))
     with torch.no_grad():
         theirs = reference(tokens_BT, position_ids=positions_BT).logits
@@ -353,21 +344,6 @@ def test_weights_load_into_a_sharded_decoder(tmp_path):
         assert_same_tensors(gathered, whole)
 
 
-def test_an_imported_decoder_trains(tmp_path):
-    saved(tmp_path, tie_word_embeddings=True)
-    decoder = qwen3.from_hf(tmp_path)
-    tokens = torch.arange(20)[None]
-    decoder(tokens, tokens.roll(-1)).backward()
-    assert all(p.grad.isfinite().all() for p in decoder.parameters())
-
-
-def test_names_map_one_to_one():
-    decoder = kernels.decoder(small(tie_embeddings=False))
-    names = [qwen3.hf_name(name) for name, _ in decoder.named_parameters()]
-    assert len(set(names)) == len(names)
-    assert set(names) == set(random_model(num_hidden_layers=2).state_dict())
-
-
 # ---------------------------------------------------------------------------------------- bad input
 
 
@@ -438,16 +414,12 @@ BAD = [
     (lambda folder: (folder / "config.json").write_text("{"), "config.json is not readable"),
     (lambda folder: (folder / "config.json").write_text("[]"), "model_type is None"),
     (bad_config(model_type="mistral"), "model_type is 'mistral'.*dense model of Qwen3"),
-    (bad_config(model_type="qwen3_moe"), "model_type is 'qwen3_moe'"),
-    (bad_config(model_type=...), "model_type is None"),
-    (bad_config(hidden_size=...), "hidden_size=None: give a whole number"),
     (bad_config(hidden_size="48"), "hidden_size='48': give a whole number"),
     (bad_config(num_key_value_heads=3), "not divisible by num_kv_heads=3"),
     (bad_config(attention_bias=True), "attention_bias=True is not supported"),
     (bad_config(use_sliding_window=True), "use_sliding_window=True is not supported"),
     (bad_config(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
     (bad_config(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
-    (bad_config(attention_dropout=0.1), "attention_dropout=0.1 is not supported"),
     (bad_config(quantization_config=dict(quant_method="fp8")), "quantization_config="),
     (
         bad_config(rope_parameters=dict(rope_type="dynamic", factor=2.0)),
@@ -468,15 +440,10 @@ BAD = [
         "attention_factor=1.0 is not supported",
     ),
     (
-        bad_config(rope_scaling=dict(rope_type="yarn", factor=4.0, truncate=False)),
-        "truncate=False is not supported",
-    ),
-    (
         bad_config(rope_parameters=dict(full_attention=dict(rope_type="default"))),
         "full_attention=.* is not supported",
     ),
     (bad_config(rope_scaling=dict(rope_type="linear", factor=0.5)), "give a factor above 1"),
-    (bad_config(rope_scaling=dict(rope_type="linear", factor=0)), "give a factor above 1"),
     (bad_config(rope_scaling=dict(rope_type="yarn", factor=-2)), "give a factor above 1"),
     (bad_config(num_hidden_layers=3), "lacks model.layers.2.* and 10 more"),
     (bad_config(num_hidden_layers=1), "also holds model.layers.1.* and 10 more"),
@@ -492,7 +459,6 @@ BAD = [
     (huge_header, "cannot be read"),
     (index_of({"a": "../model.safetensors"}), "outside its folder"),
     (index_of({"a": "missing.safetensors"}), "missing.safetensors cannot be read"),
-    (index_of(["a"]), "garbled"),
     (index_of({"a": 3}), "garbled"),
 ]
 
@@ -550,48 +516,32 @@ def test_attention_without_a_qwen3_counterpart_is_not_exported(tmp_path):
 # ------------------------------------------------------------------------------------- command line
 
 
-def convert(*args) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "scripts.convert_qwen3", *map(str, args)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def test_the_command_imports_to_a_checkpoint_and_exports_the_same_bits(tmp_path):
+def test_the_command_imports_to_a_checkpoint_and_exports_the_same_bits_or_casts(tmp_path, capsys):
     reference = saved(tmp_path / "hf", **SHAPES["yarn"], tie_word_embeddings=True)
-    done = convert("--input", tmp_path / "hf", "--output", tmp_path / "run")
-    assert done.returncode == 0 and done.stdout == f"wrote {tmp_path}/run/step-00000000\n", (
-        done.stderr
-    )
-    assert_same_logits(load_model(verified(tmp_path / "run" / "step-00000000")), reference)
-    words = ["--checkpoint", tmp_path / "run", "--tokenizer", "none"]
-    done = convert(*words, "--output", tmp_path / "back")
-    assert done.returncode == 0, done.stderr
-    assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
+    command = [sys.executable, "-m", "scripts.convert_qwen3", "--from-hf", str(tmp_path / "hf")]
+    command += ["--output", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    step = tmp_path / "run" / "step-00000000"
+    assert done.returncode == 0 and done.stdout == f"wrote {step}\n", done.stderr
+    assert_same_logits(load_model(verified(step)), reference)
+
+    whole = tensors_of(tmp_path / "hf")
+    flags = ["--tokenizer", "none", "--output"]
+    convert_qwen3.main(["--checkpoint", str(tmp_path / "run"), *flags, str(tmp_path / "back")])
+    assert_same_tensors(whole, tensors_of(tmp_path / "back"))
+    flags = ["--dtype", "bfloat16", *flags]
+    convert_qwen3.main(["--checkpoint", str(step), *flags, str(tmp_path / "half")])
+    halves = {name: tensor.bfloat16() for name, tensor in whole.items()}
+    assert_same_tensors(halves, tensors_of(tmp_path / "half"))
 
 
-def test_conversion_casts_when_asked_and_takes_the_newest_step(tmp_path):
-    from scripts.convert_qwen3 import main
-
-    saved(tmp_path / "hf")
-    main(["--from-hf", str(tmp_path / "hf"), "--output", str(tmp_path / "run")])
-    main(
-        [
-            "--checkpoint",
-            str(tmp_path / "run" / "step-00000000"),
-            "--output",
-            str(tmp_path / "half"),
-            "--dtype",
-            "bfloat16",
-            "--tokenizer",
-            "none",
-        ]
-    )
-    whole, half = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "half")
-    assert_same_tensors({name: tensor.bfloat16() for name, tensor in whole.items()}, half)
+def refusal(arguments, capsys) -> str:
+    """The one line with which the command ends."""
+    with pytest.raises(SystemExit) as stop:
+        convert_qwen3.main(list(map(str, arguments)))
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and message.count("\n") == 1, message
+    return message
 
 
 @pytest.mark.parametrize(
@@ -618,28 +568,21 @@ def test_conversion_casts_when_asked_and_takes_the_newest_step(tmp_path):
 def test_bad_input_exits_2_with_one_line_and_writes_nothing(
     tmp_path, monkeypatch, capsys, arguments, words
 ):
-    from scripts.convert_qwen3 import main
-
     monkeypatch.chdir(tmp_path)
     for folder in ("hf", "used", "torn/step-00000003"):
         Path(folder).mkdir(parents=True)
     Path("used/notes.txt").write_text("keep me")
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    message = capsys.readouterr().err
-    assert stop.value.code == 2 and words in message and message.count("\n") == 1, message
+    assert words in refusal(arguments, capsys)
     assert not Path("new").exists()
 
 
-def test_a_damaged_checkpoint_is_not_exported(tmp_path):
-    from scripts.convert_qwen3 import import_hf
-
+def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys):
     saved(tmp_path / "hf")
-    import_hf(tmp_path / "hf", tmp_path / "run", "keep")
+    convert_qwen3.import_hf(tmp_path / "hf", tmp_path / "run", "keep")
     shard = next((tmp_path / "run" / "step-00000000").glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[-5] ^= 1
     shard.write_bytes(data)
-    done = convert("--checkpoint", tmp_path / "run", "--output", tmp_path / "back")
-    assert done.returncode == 2 and "damaged" in done.stderr and done.stderr.count("\n") == 1
+    words = ["--checkpoint", tmp_path / "run", "--output", tmp_path / "back"]
+    assert "damaged" in refusal(words, capsys)
     assert not (tmp_path / "back").exists()

@@ -109,7 +109,7 @@ def test_the_prompt_stays_one_tensor_whatever_follows_it():
     assert [len(k[0]) for k in cache.layers[0].keys] == [4, 1, 1, 1]
 
 
-@pytest.mark.parametrize("K", [1, 6, 61])
+@pytest.mark.parametrize("K", [1, 61])
 def test_a_mixture_is_the_dense_sum(K):
     soft = soft_tokens(2, 3, K)
     table_VD = torch.randn(61, 16, dtype=torch.float64, requires_grad=True)

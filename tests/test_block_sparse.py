@@ -11,7 +11,6 @@ from longhaul.memory.platforms import Bodies
 from longhaul.memory.workspace import Workspaces
 from longhaul.sparse import block_sparse_attention, engine
 from longhaul.sparse.plain import plain_block_sparse_attention
-from tests.oracle import causal_attention
 
 BOTH = pytest.mark.parametrize(
     "attention", [plain_block_sparse_attention, block_sparse_attention], ids=["plain", "engine"]
@@ -223,17 +222,6 @@ def test_a_query_without_an_own_block_or_without_any_block_reads_none(attention)
     assert error(dk, wanted[3]) <= 1e-5 and error(dv, wanted[4]) <= 1e-5
 
 
-@EVERY
-def test_a_choice_of_all_blocks_is_standard_attention(attention):
-    (q, k, v), _, _ = operands(T=75)
-    blocks = torch.arange(10, dtype=torch.int32)
-    own_T1 = torch.arange(75)[:, None] // 8
-    chosen_Tn = torch.where(blocks <= own_T1, blocks, -1)
-    chosen = chosen_Tn[None, :, None].expand(1, 75, 2, 10)
-    o, _ = attention(q, k, v, chosen, 8)
-    assert error(o[0], causal_attention(*(x[0].double() for x in (q, k, v)))) <= 1e-6
-
-
 # ---- documents and parts
 
 
@@ -260,17 +248,6 @@ def test_packed_documents_equal_separate_ones_and_do_not_leak(attention, small_c
     only = do.masked_fill(outside[:, None, None], 0), dlse.masked_fill(outside[:, None], 0)
     _, _, *grads = results(attention, qkv, chosen, only, cu_seqlens=cu_seqlens)
     assert all((x[:, outside] == 0).all() and (x[:, ~outside] != 0).any() for x in grads)
-
-
-@EVERY
-def test_the_last_queries_alone_have_the_results_that_they_have_among_all(attention):
-    (q, k, v), chosen, _ = operands(T=75)
-    o, lse = attention(q, k, v, chosen, 8)
-    for count in (1, 3, 8, 30):
-        end = slice(75 - count, 75)
-        part_o, part_lse = attention(q[:, end], k, v, chosen[:, end], 8)
-        assert error(part_o, o[:, end].double()) <= 1e-6
-        assert error(part_lse, lse[:, end].double()) <= 1e-6
 
 
 def test_repeats_of_the_kernels_are_the_same_bits(small_chunks):

@@ -103,6 +103,11 @@ def rotated(x, cos, sin) -> torch.Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
 
 
+def exact_norm_rotate(rope):
+    table = exact_angles(rope)
+    return lambda x, weight: rotated(oracle.rms_norm(x, weight, 1e-6), *table)
+
+
 @cases
 def test_rotation_equals_the_plain_one(shape, dtype, shared):
     B, T, _, K = shape
@@ -124,11 +129,8 @@ def test_norm_with_rotation_equals_the_two_plain_steps(shape, dtype, shared):
     def plain(x, weight):
         return model.rotate(model._RMSNorm.apply(x, weight, 1e-6), *rope)
 
-    def exact(x, weight):
-        return rotated(oracle.rms_norm(x, weight, 1e-6), *exact_angles(rope))
-
     fused = gradients(lambda x, w: elementwise.norm_rotate(x, w, *rope, 1e-6), [x, weight], dy)
-    truth = gradients(exact, [x.double(), weight.double()], dy)
+    truth = gradients(exact_norm_rotate(rope), [x.double(), weight.double()], dy)
     assert_as_exact(fused, gradients(plain, [x, weight], dy), truth, dtype)
 
 
@@ -140,10 +142,8 @@ def test_a_program_that_has_several_parts_adds_their_gradients_of_the_weight(mon
     weight = draw(8, seed=2)
     fused = gradients(lambda x, w: elementwise.norm_rotate(x, w, *rope, 1e-6), [x, weight], dy)
 
-    def exact(x, weight):
-        return rotated(oracle.rms_norm(x, weight, 1e-6), *exact_angles(rope))
-
-    for ours, truth in zip(fused, gradients(exact, [x.double(), weight.double()], dy), strict=True):
+    exact = gradients(exact_norm_rotate(rope), [x.double(), weight.double()], dy)
+    for ours, truth in zip(fused, exact, strict=True):
         torch.testing.assert_close(ours.double(), truth, atol=1e-5, rtol=1e-5)
 
 

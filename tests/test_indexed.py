@@ -123,15 +123,6 @@ def test_repeats_are_bit_identical(warming):
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
-def test_the_model_and_the_indexer_do_not_see_each_other():
-    inputs = drawn()
-    o, loss = build(INDEXED).layers[0].attention.attend_indexed(*inputs, learns=True)
-    of_o = torch.autograd.grad(o.sum(), inputs, retain_graph=True, materialize_grads=True)
-    of_loss = torch.autograd.grad(loss, inputs, materialize_grads=True)
-    assert [bool(grad.any()) for grad in of_o] == [True] * 3 + [False] * 2
-    assert [bool(grad.any()) for grad in of_loss] == [False] * 3 + [True] * 2
-
-
 def test_in_bf16_loss_and_gradients_are_those_of_the_rounded_inputs():
     inputs = drawn(dtype=torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in inputs]

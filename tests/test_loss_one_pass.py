@@ -9,7 +9,7 @@ import torch
 
 from footprint.measure import peak_bytes, saved_bytes
 from longhaul.vocab import loss as vocab_loss
-from longhaul.vocab.check import gradients, standard_loss
+from longhaul.vocab.check import gradients
 from longhaul.vocab.check import relative as rel
 from longhaul.vocab.loss import linear_cross_entropy
 from tests.test_loss import CPU, HUGE, OPTIONS, blocks, huge_logits, inputs, truth
@@ -42,17 +42,6 @@ def test_float64_is_float64(options, reduction):
     got = in_one_pass(h, w, y, token_tile=3, vocab_tile=7, reduction=reduction, **options)
     for a, b in zip(got, want):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("regime", ["flat", "diffuse", "peaked"])
-def test_bf16_errors_are_at_most_105_percent_of_the_standard_losses_own(regime):
-    h, w, y = inputs(512, 128, 4099, torch.bfloat16, regime)
-    want = truth(h, w, y)
-    plain = gradients(standard_loss, h, w, y)
-    got = in_one_pass(h, w, y, token_tile=100, vocab_tile=1000)
-    assert abs(got[0] - want[0]) < 1e-3
-    for index in (1, 2):
-        assert rel(got[index], want[index]) <= 1.05 * rel(plain[index], want[index])
 
 
 @pytest.mark.parametrize("scale, dtype", HUGE)

@@ -190,31 +190,21 @@ def small(**changes) -> ModelConfig:
     )
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(tie_embeddings=False),
-        dict(rope_scaling="linear", rope_factor=2.0, rope_original_context=100),
-        dict(rope_scaling="yarn", rope_factor=2.0, rope_original_context=64, rope_theta=1e4),
-    ],
-)
-def test_exported_logits_equal_those_of_transformers(tmp_path, changes):
-    decoder = kernels.decoder(small(init_std=0.2, **changes))
-    qwen3.to_hf(decoder, tmp_path / "hf")
-    assert_same_logits(
-        decoder, transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    )
-    assert qwen3.from_hf(tmp_path / "hf").config == decoder.config
-
-
 @pytest.mark.parametrize("rope", ["none", "linear", "yarn", "llama3"])
 def test_logits_at_positions_spread_over_a_long_context_equal_those_of_transformers(tmp_path, rope):
     """A frequency that differs in its last bit turns far positions by up to 0.007 radians."""
     scaling = dict(rope_scaling=rope, rope_factor=4.0, rope_original_context=32_768)
     decoder = kernels.decoder(
-        small(init_std=0.2, head_dim=128, rope_theta=1e6, **({} if rope == "none" else scaling))
+        small(
+            init_std=0.2,
+            head_dim=128,
+            rope_theta=1e6,
+            tie_embeddings=rope != "linear",
+            **({} if rope == "none" else scaling),
+        )
     )
     qwen3.to_hf(decoder, tmp_path)
+    assert qwen3.from_hf(tmp_path).config == decoder.config
     reference = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path).eval()
 
     positions_BT = torch.linspace(0, 131_071, 48).long()[None]
@@ -401,14 +391,6 @@ def index_of(weight_map):
     )
 
 
-def different_head(folder: Path):
-    tensors = tensors_of(folder)
-    save_file(
-        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1},
-        folder / "model.safetensors",
-    )
-
-
 BAD = [
     (lambda folder: (folder / "config.json").unlink(), "config.json is not readable"),
     (lambda folder: (folder / "config.json").write_text("{"), "config.json is not readable"),
@@ -447,7 +429,7 @@ BAD = [
     (bad_config(rope_scaling=dict(rope_type="yarn", factor=-2)), "give a factor above 1"),
     (bad_config(num_hidden_layers=3), "lacks model.layers.2.* and 10 more"),
     (bad_config(num_hidden_layers=1), "also holds model.layers.1.* and 10 more"),
-    (bad_config(tie_word_embeddings=True), "lm_head.weight differs from the embedding"),
+    (bad_config(tie_word_embeddings=True), "lm_head.weight differs .*tie_word_embeddings to false"),
     (bad_config(vocab_size=98), r"\(97, 48\) and config.json says \(98, 48\)"),
     (drop_tensor, "lacks model.layers.1.mlp.up_proj.weight and 1 more"),
     (add_tensor, "also holds model.layers.0.self_attn.q_proj.bias,"),
@@ -479,13 +461,6 @@ def test_a_bad_folder_is_one_line_that_names_the_fault(tmp_path, good, spoil, wo
     with pytest.raises(ValueError, match=words) as caught:
         qwen3.from_hf(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_a_tied_folder_with_another_head_is_refused(tmp_path):
-    saved(tmp_path, tie_word_embeddings=True)
-    different_head(tmp_path)
-    with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
-        qwen3.from_hf(tmp_path)
 
 
 def test_an_export_never_overwrites_and_leaves_no_traces_of_a_refusal(tmp_path):
@@ -535,47 +510,6 @@ def test_the_command_imports_to_a_checkpoint_and_exports_the_same_bits_or_casts(
     assert_same_tensors(halves, tensors_of(tmp_path / "half"))
 
 
-def refusal(arguments, capsys) -> str:
-    """The one line with which the command ends."""
-    with pytest.raises(SystemExit) as stop:
-        convert_qwen3.main(list(map(str, arguments)))
-    message = capsys.readouterr().err
-    assert stop.value.code == 2 and message.count("\n") == 1, message
-    return message
-
-
-@pytest.mark.parametrize(
-    "arguments,words",
-    [
-        (["--input", "nowhere", "--output", "new"], "config.json is not readable"),
-        (
-            ["--checkpoint", "nowhere", "--output", "new"],
-            "is not a checkpoint and does not contain one: name a run",
-        ),
-        (["--checkpoint", "torn", "--output", "new"], "is not a readable checkpoint"),
-        (["--input", "hf", "--output", "used"], "is not empty: choose another"),
-        (["--checkpoint", "hf", "--output", "used"], "is not empty: choose another"),
-        (["--output", "new"], "--input"),
-        (
-            ["--input", "hf", "--checkpoint", "run", "--output", "new"],
-            "exclude each other: keep one",
-        ),
-        (["--input", "hf"], "--output"),
-        (["--inputs", "hf", "--input", "hf", "--output", "new"], "did you mean --input?"),
-        (["--input", "hf", "--output", "new", "--dtype", "fp4"], "keep"),
-    ],
-)
-def test_bad_input_exits_2_with_one_line_and_writes_nothing(
-    tmp_path, monkeypatch, capsys, arguments, words
-):
-    monkeypatch.chdir(tmp_path)
-    for folder in ("hf", "used", "torn/step-00000003"):
-        Path(folder).mkdir(parents=True)
-    Path("used/notes.txt").write_text("keep me")
-    assert words in refusal(arguments, capsys)
-    assert not Path("new").exists()
-
-
 def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys):
     saved(tmp_path / "hf")
     convert_qwen3.import_hf(tmp_path / "hf", tmp_path / "run", "keep")
@@ -584,5 +518,8 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys):
     data[-5] ^= 1
     shard.write_bytes(data)
     words = ["--checkpoint", tmp_path / "run", "--output", tmp_path / "back"]
-    assert "damaged" in refusal(words, capsys)
+    with pytest.raises(SystemExit) as stop:
+        convert_qwen3.main(list(map(str, words)))
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and "damaged" in message and message.count("\n") == 1
     assert not (tmp_path / "back").exists()

@@ -303,10 +303,6 @@ def test_levers_leave_validation_and_decoding_as_they_are():
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (dict(attention_head_groups=3), "--attention_head_groups 3 does not divide 4 KV heads"),
-        (dict(mlp_tiles=-1), "--mlp_tiles -1"),
-        (dict(offload_activations=True), "add --gradient_checkpointing"),
-        (dict(compile=True, mlp_tiles=2), "--compile"),
         (dict(compile=True, attention_head_groups=2), "--compile"),
         (dict(attention_head_groups=2, gradient_checkpointing="selective"), "use full"),
     ],

@@ -196,9 +196,7 @@ def test_a_run_from_a_folder_trains_resumes_and_exports_its_family(tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (dict(attention_bias=True), "attention_bias=True is not supported"),
         (dict(mlp_bias=True), "mlp_bias=True is not supported"),
-        (dict(model_type="mistral"), "model_type is 'mistral'"),
         (dict(rope_parameters=LLAMA3 | dict(high_freq_factor=8.0)), "high_freq_factor=8.0"),
     ],
 )

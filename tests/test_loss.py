@@ -346,20 +346,6 @@ def test_another_ignore_index_is_ignored(loss):
         assert torch.equal(a, b)
 
 
-def test_per_token_weights_pass_through_reduction_none():
-    h, w, y = inputs()
-    y[3] = -100
-    weight = torch.randn(len(y))
-
-    def weighted(loss):
-        return lambda *a: (loss(*a, reduction="none", z_loss=0.01) * weight).sum()
-
-    got = gradients(weighted(linear_cross_entropy), h, w, y)
-    want = gradients(weighted(dense), h.double(), w.double(), y)
-    assert abs(got[0] - want[0]) < 1e-4
-    assert rel(got[1], want[1]) < 1e-6 and rel(got[2], want[2]) < 1e-6
-
-
 def test_num_valid_divides_by_the_global_count():
     h, w, y = inputs()
     total = linear_cross_entropy(h, w, y, reduction="sum")

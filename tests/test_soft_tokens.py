@@ -67,18 +67,6 @@ def test_a_row_token_by_token_has_the_gradients_of_the_whole_row(checkpointed):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_a_forward_over_the_cache_leaves_it_as_it_was():
-    model = decoder()
-    x_BTD = torch.randn(1, 5, 16, dtype=torch.float64)
-    cache = GradientCache(model.config)
-    model.hidden(x_BTD[:, :3], cache=cache)
-    cache = cache.extended()
-    first = model.hidden(x_BTD[:, 3:4], cache=cache)
-    again = model.hidden(x_BTD[:, 3:4], cache=cache)
-    assert cache.length == 3
-    assert torch.equal(first, again)
-
-
 def test_a_step_can_be_checkpointed_from_outside():
     model = decoder()
     x_BTD = embedded(model, soft_tokens(1, 5, 4)).detach()

@@ -3,6 +3,7 @@ torch.compile and bad input.
 """
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -69,9 +70,16 @@ def chunked(h, w, y, **options):
 
 
 one_pass_loss = functools.partial(linear_cross_entropy, one_pass=True)
+
+
+def plain_loss(h, w, y, *, vocab_tile=None, **options):
+    """The loss of model.py, which has no tiles of the vocabulary."""
+    return model.linear_cross_entropy(h, w, y, **options)
+
+
 EVERY_LOSS = pytest.mark.parametrize(
     "loss",
-    [linear_cross_entropy, one_pass_loss, model.linear_cross_entropy],
+    [linear_cross_entropy, one_pass_loss, plain_loss],
     ids=["recomputed", "one pass", "plain"],
 )
 ONE_PASS = pytest.mark.parametrize("one_pass", [False, True], ids=["recomputed", "one pass"])
@@ -90,52 +98,70 @@ def blocks(h, w) -> int:
     return -(-len(h) // tokens)
 
 
-@ONE_PASS
+compiled_loss = functools.partial(linear_cross_entropy, kernels="compiled")
+
+
 @pytest.mark.parametrize(
-    "kernels, options",
+    "loss, options",
     [
-        *(("torch", options) for options in OPTIONS),
-        slow("compiled", {}),  # compiling takes seconds
-        slow("compiled", OPTIONS[-1]),
+        *itertools.product([linear_cross_entropy, one_pass_loss], OPTIONS),
+        (plain_loss, {}),
+        slow(compiled_loss, {}),  # compiling takes seconds
+        slow(compiled_loss, OPTIONS[-1]),
+        slow(functools.partial(compiled_loss, one_pass=True), OPTIONS[-1]),
     ],
-    ids=str,
 )
-def test_fp32_is_within_1e6_of_float64_for_any_tiling_and_option(options, kernels, one_pass):
+def test_fp32_is_within_1e6_of_float64_for_any_tiling_and_option(loss, options):
     h, w, y = inputs()
     y[5::9] = -100
     assert blocks(h, w) == 4
     want = truth(h, w, y, **options)
-    for token_tile, vocab_tile in TILES if kernels == "torch" else TILES[1:2]:
+    is_compiled = "kernels" in getattr(loss, "keywords", {})
+    for token_tile, vocab_tile in TILES[1:2] if is_compiled else TILES:
         tiles = dict(token_tile=token_tile, vocab_tile=vocab_tile)
-        got = chunked(h, w, y, kernels=kernels, one_pass=one_pass, **tiles, **options)
+        got = gradients(functools.partial(loss, **tiles, **options), h, w, y)
         assert abs(got[0] - want[0]) / want[0] < 1e-6
         assert rel(got[1], want[1]) < 1e-6 and rel(got[2], want[2]) < 1e-6
 
 
 @pytest.mark.parametrize(
-    "regime, options",
+    "loss, regime",
     [
-        ("flat", {}),
-        ("diffuse", {}),
-        ("peaked", {}),
-        ("flat", dict(one_pass=True)),
-        ("peaked", dict(one_pass=True)),
-        slow("flat", dict(kernels="compiled")),
+        (linear_cross_entropy, "flat"),
+        (linear_cross_entropy, "diffuse"),
+        (linear_cross_entropy, "peaked"),
+        (one_pass_loss, "flat"),
+        (one_pass_loss, "peaked"),
+        slow(compiled_loss, "flat"),
     ],
-    ids=str,
 )
-def test_bf16_errors_are_at_most_105_percent_of_the_standard_losses_own(regime, options):
+def test_bf16_errors_are_at_most_105_percent_of_the_standard_losses_own(loss, regime):
     h, w, y = inputs(512, 128, 4099, torch.bfloat16, regime)
     want = truth(h, w, y)
     plain = gradients(standard_loss, h, w, y)
     floor = [rel(t.bfloat16(), t) for t in want[1:]]
-    for token_tile, vocab_tile in [(512, 1024)] if "kernels" in options else TILES[::3]:
-        got = chunked(h, w, y, token_tile=token_tile, vocab_tile=vocab_tile, **options)
+    for token_tile, vocab_tile in [(512, 1024)] if loss is compiled_loss else TILES[::3]:
+        tiles = dict(token_tile=token_tile, vocab_tile=vocab_tile)
+        got = gradients(functools.partial(loss, **tiles), h, w, y)
         assert abs(got[0] - want[0]) < 1e-3
         for i in (1, 2):
             assert rel(got[i], want[i]) <= 1.05 * rel(plain[i], want[i])
             if regime == "flat":
                 assert rel(got[i], want[i]) <= 1.05 * floor[i - 1]
+
+
+def test_in_bf16_the_plain_loss_in_chunks_errs_no_more_than_all_logits_do():
+    h, w, y = inputs(200, 24, 301)
+    h, w = h.bfloat16(), (w * 24**0.5).bfloat16()
+    y[::5] = -100
+    want = truth(h, w, y, reduction="sum")
+    chunks = functools.partial(plain_loss, reduction="sum", token_tile=33)
+    got = gradients(chunks, h, w, y)
+    assert [x.dtype for x in got] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    divisor = torch.tensor(1.0)
+    whole = gradients(lambda *x: model.standard_cross_entropy(*x, divisor), h, w, y)
+    for x, other, exact in zip(got, whole, want):
+        assert rel(x, exact) <= 1.1 * rel(other, exact)
 
 
 HUGE = [
@@ -230,14 +256,14 @@ def test_bf16_errors_do_not_grow_with_the_number_of_tiles_but_those_of_a_naive_l
     assert rel(naive[2], want[2]) > 3 * dw_errors[0]
 
 
-@ONE_PASS
+@EVERY_LOSS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_hidden_with_fp32_master_weight_returns_fp32_gradients(dtype, one_pass):
+def test_half_hidden_with_fp32_master_weight_returns_fp32_gradients(dtype, loss):
     h, w, y = inputs()
     h = h.to(dtype)
     assert blocks(h, w) == 2
     want = truth(h, w.to(dtype), y)
-    got = chunked(h, w, y, token_tile=50, vocab_tile=100, one_pass=one_pass)
+    got = gradients(functools.partial(loss, token_tile=50, vocab_tile=100), h, w, y)
     assert got[1].dtype == dtype and got[2].dtype == torch.float32
     plain = gradients(standard_loss, h, w.to(dtype), y)
     assert abs(got[0] - want[0]) < 1e-3
@@ -292,12 +318,14 @@ def test_a_certain_target_keeps_the_relative_precision_of_its_loss(gap):
 
 
 @pytest.mark.parametrize(
-    "kernels, one_pass", [("torch", False), ("torch", True), slow("compiled", False)]
+    "loss",
+    [linear_cross_entropy, one_pass_loss, plain_loss, slow(compiled_loss)],
+    ids=["recomputed", "one pass", "plain", "compiled"],
 )
-def test_no_valid_token_gives_zero_loss_and_exact_zero_gradients_still_attached(kernels, one_pass):
+def test_no_valid_token_gives_zero_loss_and_exact_zero_gradients_still_attached(loss):
     h, w, y = inputs()
-    loss, dh, dw = chunked(h, w, torch.full_like(y, -100), kernels=kernels, one_pass=one_pass)
-    assert loss == 0 and not dh.any() and not dw.any()
+    zero, dh, dw = gradients(loss, h, w, torch.full_like(y, -100))
+    assert zero == 0 and not dh.any() and not dw.any()
     assert dh.shape == h.shape and dw.shape == w.shape
 
 
@@ -346,12 +374,14 @@ def test_another_ignore_index_is_ignored(loss):
         assert torch.equal(a, b)
 
 
-def test_num_valid_divides_by_the_global_count():
+@EVERY_LOSS
+def test_num_valid_divides_by_the_global_count(loss):
     h, w, y = inputs()
-    total = linear_cross_entropy(h, w, y, reduction="sum")
+    total = loss(h, w, y, reduction="sum")
+    torch.testing.assert_close(total.double(), truth(h, w, y, reduction="sum")[0])
     for count in (1000, torch.tensor(1000)):
-        torch.testing.assert_close(linear_cross_entropy(h, w, y, num_valid=count), total / 1000)
-    assert linear_cross_entropy(h, w, y.fill_(-100), num_valid=torch.tensor(0)) == 0
+        torch.testing.assert_close(loss(h, w, y, num_valid=count), total / 1000)
+    assert loss(h, w, y.fill_(-100), num_valid=torch.tensor(0)) == 0
 
 
 @EVERY_LOSS

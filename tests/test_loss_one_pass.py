@@ -2,30 +2,21 @@
 that recomputes, and what it keeps. test_loss.py has what both losses must show.
 """
 
-import functools
-
 import pytest
 import torch
 
 from footprint.measure import peak_bytes, saved_bytes
 from longhaul.vocab import loss as vocab_loss
-from longhaul.vocab.check import gradients
 from longhaul.vocab.check import relative as rel
-from longhaul.vocab.loss import linear_cross_entropy
-from tests.test_loss import CPU, HUGE, OPTIONS, blocks, huge_logits, inputs, truth
+from tests.test_loss import CPU, HUGE, OPTIONS, blocks, chunked, huge_logits, inputs, truth
+from tests.test_loss import one_pass_loss as one_pass
 
 pytestmark = pytest.mark.usefixtures("products_in_their_dtype")
-
-one_pass = functools.partial(linear_cross_entropy, one_pass=True)
 
 
 def in_one_pass(h, w, y, **options):
     """(loss, dh, dw)."""
-    return gradients(functools.partial(one_pass, **options), h, w, y)
-
-
-def recomputed(h, w, y, **options):
-    return gradients(functools.partial(linear_cross_entropy, **options), h, w, y)
+    return chunked(h, w, y, one_pass=True, **options)
 
 
 # ---- the same function
@@ -47,7 +38,7 @@ def test_float64_is_float64(options, reduction):
 @pytest.mark.parametrize("scale, dtype", HUGE)
 def test_gradients_of_huge_logits_are_those_of_the_loss_that_recomputes(scale, dtype):
     h, w, y = huge_logits(scale, dtype)
-    want = recomputed(h, w, y, token_tile=4, vocab_tile=77)
+    want = chunked(h, w, y, token_tile=4, vocab_tile=77)
     got = in_one_pass(h, w, y, token_tile=4, vocab_tile=77)
     for a, b in zip(got, want):
         assert rel(a, b.double()) < 1e-6 if dtype == torch.float32 else rel(a, b.double()) < 0.004
@@ -61,7 +52,7 @@ def test_in_one_block_all_bits_are_those_of_the_loss_that_recomputes(dtype):
     for count in (None, 1000, torch.tensor(777)):
         options = dict(token_tile=64, vocab_tile=300, num_valid=count)
         got = in_one_pass(h, w, y, **options)
-        assert all(torch.equal(a, b) for a, b in zip(got, recomputed(h, w, y, **options)))
+        assert all(torch.equal(a, b) for a, b in zip(got, chunked(h, w, y, **options)))
 
 
 # ---- inside autograd

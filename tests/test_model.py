@@ -748,60 +748,6 @@ def loss_inputs(N: int = 37, D: int = 24, V: int = 301, dtype=torch.float32):
     return hidden_ND, weight_VD, labels_N
 
 
-def with_gradients(loss, hidden_ND, weight_VD) -> list[torch.Tensor]:
-    return [loss.detach(), *torch.autograd.grad(loss, (hidden_ND, weight_VD))]
-
-
-def exact_loss(hidden_ND, weight_VD, labels_N, divisor: float = 1.0) -> list[torch.Tensor]:
-    """Through all logits in float64."""
-    h, w = (x.detach().double().requires_grad_() for x in (hidden_ND, weight_VD))
-    total = torch.nn.functional.cross_entropy(h @ w.T, labels_N, reduction="sum")
-    return with_gradients(total / divisor, h, w)
-
-
-@pytest.mark.parametrize(
-    "token_tile, options, divisor",
-    [
-        (None, {}, 29),  # of 37 labels 8 are ignored
-        (1, dict(reduction="sum"), 1),
-        (7, dict(num_valid=50), 50),
-        (36, dict(num_valid=torch.tensor(50)), 50),
-        (1000, {}, 29),
-    ],
-)
-def test_the_loss_in_chunks_and_its_gradients_are_those_of_float64(token_tile, options, divisor):
-    hidden, weight, labels = loss_inputs()
-    loss = linear_cross_entropy(hidden, weight, labels, token_tile=token_tile, **options)
-    assert loss.dtype == torch.float32
-    got = with_gradients(loss, hidden, weight)
-    for name, x, truth in zip(
-        ("loss", "hidden", "weight"), got, exact_loss(hidden, weight, labels, divisor)
-    ):
-        assert error(x, truth) <= 1e-6, name
-    assert not got[1][::5].any(), "ignored rows"
-
-
-def test_in_bf16_the_loss_in_chunks_errs_no_more_than_all_logits_do():
-    hidden, weight, labels = loss_inputs(N=200, dtype=torch.bfloat16)
-    truth = exact_loss(hidden, weight, labels)
-    loss = linear_cross_entropy(hidden, weight, labels, reduction="sum", token_tile=33)
-    got = with_gradients(loss, hidden, weight)
-    assert [x.dtype for x in got] == [torch.float32, torch.bfloat16, torch.bfloat16]
-    whole = model.standard_cross_entropy(hidden, weight, labels, torch.tensor(1.0))
-    plain = with_gradients(whole, hidden, weight)
-    for x, other, want in zip(got, plain, truth):
-        assert error(x, want) <= 1.1 * error(other, want)
-
-
-def test_fp32_weights_get_fp32_gradients_from_a_bf16_loss():
-    hidden, weight, labels = loss_inputs()
-    low = hidden.detach().bfloat16().requires_grad_()
-    got = with_gradients(linear_cross_entropy(low, weight, labels, token_tile=10), low, weight)
-    assert [x.dtype for x in got] == [torch.float32, torch.bfloat16, torch.float32]
-    for x, want in zip(got, exact_loss(low, weight, labels, 29)):
-        assert error(x, want) <= 1e-2
-
-
 def test_the_loss_in_chunks_saves_two_gradients_and_holds_the_logits_of_one_chunk():
     hidden, weight, labels = loss_inputs(N=512, D=16, V=4096)
     saved = []

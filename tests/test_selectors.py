@@ -360,9 +360,9 @@ def test_ranks_that_share_rows_give_the_loss_and_gradient_of_one(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [SELECTORS["pooled"], INDEXED], ids=["pooled", "indexed"])
-def test_it_passes_every_check_of_verify_kind(sizes):
-    assert [name for name, passed, _ in verify_kind(sizes) if not passed] == []
+def test_it_passes_every_check_of_verify_kind():
+    checks = verify_kind(SELECTORS["pooled"])
+    assert [name for name, passed, _ in checks if not passed] == []
 
 
 def planned_run(kind: str, **changes) -> TrainConfig:

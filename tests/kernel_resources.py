@@ -59,6 +59,12 @@ def source_of(kernel, arguments: dict) -> ASTSource:
     return ASTSource(kernel, kinds, constants, aligned)
 
 
+def compiled(kernel, arguments: dict, capability: int, **options: int):
+    """The kernel as a launch with these arguments would run it on such a card."""
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source_of(kernel, arguments), target=target, options=options)
+
+
 def resources(built) -> dict:
     """Registers, bytes of stack and of shared memory, CTAs per SM, and kinds of products."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -89,7 +95,6 @@ def compiles(capability: int) -> Callable:
     """Takes the place of a launch: compiles each kernel once per set of constants, and prints what
     it takes.
     """
-    target = GPUTarget("cuda", capability, 32)
     done = set()
 
     def compile_launch(kernel, grid, num_warps=4, **arguments):
@@ -98,8 +103,7 @@ def compiles(capability: int) -> Callable:
         if key in done:
             return
         done.add(key)
-        options = {"num_warps": num_warps, "num_stages": 1}
-        built = triton.compile(source, target=target, options=options)
+        built = compiled(kernel, arguments, capability, num_warps=num_warps, num_stages=1)
         print(json.dumps({"kernel": kernel.__name__, **resources(built)}), flush=True)
 
     return compile_launch

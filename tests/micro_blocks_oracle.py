@@ -24,13 +24,6 @@ def scores(q_BThE, kbar_BNE):
     return products.relu().sum(1) / q_BThE.shape[-1] ** 0.5
 
 
-def candidates(T, r):
-    """candidates[t, b]: whether block b is whole and wholly before t, [T, N]."""
-    t = torch.arange(T)[:, None]
-    b = torch.arange(T // r)[None, :]
-    return b * r + r <= t
-
-
 def choose(scores_BTN, r, budget):
     """chosen[b, t, n]: the budget / r candidates with the best scores, the lower index on a tie."""
     B, T, N = scores_BTN.shape
@@ -85,14 +78,3 @@ def divergence(q_BTHK, k_BTGK, scores_BTN, chosen_BTN, r):
             target = mass_N[chosen_N] / mass_N[chosen_N].sum()
             total.append((target * (target.log() - scores_N[chosen_N].log_softmax(-1))).sum())
     return torch.stack(total).view(scores_BTN.shape[:2])
-
-
-def recall(q_BTHK, k_BTGK, chosen_BTN, r):
-    """The share of full attention's mass on the keys that each query reads, the mean over heads:
-    [B, T].
-    """
-    T = q_BTHK.shape[1]
-    every = candidates(T, r).expand_as(chosen_BTN)
-    p_BTT = probabilities(q_BTHK, k_BTGK, every, r).mean(1)
-    read_BTT = probabilities(q_BTHK, k_BTGK, chosen_BTN, r).mean(1) > 0
-    return (p_BTT * read_BTT).sum(-1)

@@ -52,23 +52,6 @@ def importance(p_BHTN, G, cfg):
     return (p_BHTN.detach().unflatten(1, (G, H // G)).sum(2) @ weight_NJ).transpose(1, 2)
 
 
-def forced(j, c, cfg):
-    """The blocks of equation 5 that are chosen whatever their importance."""
-    return j < cfg.sel_init or c - cfg.sel_local < j <= c
-
-
-def choose(imp_BTGJ, cfg):
-    """Equation 5: chosen[b, t, g, j], forced blocks first, then the most important, the lower index
-    on a tie.
-    """
-    chosen = torch.zeros(imp_BTGJ.shape, dtype=torch.bool)
-    for b, t, g in torch.cartesian_prod(*(torch.arange(n) for n in imp_BTGJ.shape[:3])).tolist():
-        c, imp = t // cfg.sel_block, imp_BTGJ[b, t, g].tolist()
-        order = sorted(range(c + 1), key=lambda j: (not forced(j, c, cfg), -imp[j], j))
-        chosen[b, t, g, order[: cfg.sel_count]] = True
-    return chosen
-
-
 def nsa(q_BTHK, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates_BTH3, cfg, chosen_BTGJ):
     """Equations 3 to 7 with the chosen blocks given; returns (o, o_cmp, o_slc, o_win)."""
     T, M = q_BTHK.shape[1], q_BTHK.shape[2] // k_slc.shape[2]

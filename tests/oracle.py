@@ -40,20 +40,6 @@ def causal_attention(q_THK, k_TGK, v_TGK):
     return torch.stack(heads, dim=1)
 
 
-def windowed_attention(q_THK, k_TGK, v_TGK, window):
-    """softmax(q k^T / sqrt(K), over the last `window` keys at or before the query) v."""
-    T, H, K = q_THK.shape
-    queries_per_key = H // k_TGK.shape[1]
-    age_TT = torch.arange(T)[:, None] - torch.arange(T)[None, :]
-    unseen_TT = (age_TT < 0) | (age_TT >= window)
-    heads = []
-    for h in range(H):
-        k_TK, v_TK = k_TGK[:, h // queries_per_key], v_TGK[:, h // queries_per_key]
-        scores_TT = (q_THK[:, h] @ k_TK.T / K**0.5).masked_fill(unseen_TT, -torch.inf)
-        heads.append(scores_TT.softmax(dim=-1) @ v_TK)
-    return torch.stack(heads, dim=1)
-
-
 def decoder_logits(weights, config, tokens_T, attention=causal_attention):
     """Logits [T, V] of one document."""
     assert config.rope_scaling == "none", "the oracle knows plain rotary positions alone"

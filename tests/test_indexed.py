@@ -1,5 +1,5 @@
 """Attention over the blocks that an indexer chooses, and what the indexer learns from, against
-their equations, dense and in float64.
+their equations, dense and in float64. test_selectors.py has what all selectors must show.
 """
 
 import dataclasses
@@ -10,31 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from base import machine
-from longhaul import kernels
 from longhaul.sparse import choose, index_loss
 from longhaul.sparse.choose import choose_blocks
 from longhaul.sparse.index_loss import index_loss_operator
 from longhaul.sparse.indexer import Indexed, own_losses, recall
-from model import ModelConfig, Standard, document_boundaries
 from tests import indexed_oracle as oracle
+from tests.test_selectors import INDEXED, build, relative
 
-SIZES = Indexed(count=5, block=16, head_dim=24)
 FORCED = Indexed(count=5, block=16, init=1, local=2, head_dim=24)
-SHAPE = dict(
-    vocab_size=97,
-    num_layers=2,
-    hidden_size=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    ffn_size=96,
-)
 NAMES = ("dq", "dk", "dv", "dq of the indexer", "dk of the indexer")
-
-
-def build(attention=SIZES, seed: int = 1, **changes):
-    config = ModelConfig.preset("tiny", attention=attention, **SHAPE | changes)
-    return kernels.decoder(config, seed=seed)
 
 
 def drawn(T: int = 200, dtype=torch.float32, seed: int = 0) -> list[torch.Tensor]:
@@ -44,12 +28,6 @@ def drawn(T: int = 200, dtype=torch.float32, seed: int = 0) -> list[torch.Tensor
     found = [torch.randn((2, T, *shape), generator=generator) for shape in shapes]
     found[3] *= 1.7  # so that the student is far from uniform
     return [x.to(dtype).requires_grad_() for x in found]
-
-
-def relative(x: torch.Tensor, truth: torch.Tensor) -> float:
-    if truth.norm() == 0:
-        return float(x.double().norm())
-    return ((x.double() - truth).norm() / truth.norm()).item()
 
 
 def gradients(o: torch.Tensor, loss: torch.Tensor, inputs) -> tuple[torch.Tensor, ...]:
@@ -103,8 +81,11 @@ def test_nothing_of_size_tokens_by_blocks_exists_at_131072_tokens(warming):
 # ---- the layer against them
 
 
-@pytest.mark.parametrize("sizes", [SIZES, FORCED], ids=["own", "first and two local"])
-@pytest.mark.parametrize("warming", [False, True], ids=["sparse", "warm-up"])
+@pytest.mark.parametrize(
+    "sizes, warming",
+    [(INDEXED, False), (INDEXED, True), (FORCED, False)],
+    ids=["own", "own, warm-up", "first and two local"],
+)
 def test_choice_output_loss_and_gradients_are_those_of_the_equations(sizes, warming, few_logits):
     inputs = drawn()
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -133,7 +114,7 @@ def test_choice_output_loss_and_gradients_are_those_of_the_equations(sizes, warm
 
 @pytest.mark.parametrize("warming", [False, True], ids=["sparse", "warm-up"])
 def test_repeats_are_bit_identical(warming):
-    decoder, runs = build(), []
+    decoder, runs = build(INDEXED), []
     for _ in range(2):
         inputs = drawn()
         with own_losses(decoder, warming):
@@ -142,20 +123,11 @@ def test_repeats_are_bit_identical(warming):
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
-def test_the_model_and_the_indexer_do_not_see_each_other():
-    inputs = drawn()
-    o, loss = build().layers[0].attention.attend_indexed(*inputs, learns=True)
-    of_o = torch.autograd.grad(o.sum(), inputs, retain_graph=True, materialize_grads=True)
-    of_loss = torch.autograd.grad(loss, inputs, materialize_grads=True)
-    assert [bool(grad.any()) for grad in of_o] == [True] * 3 + [False] * 2
-    assert [bool(grad.any()) for grad in of_loss] == [False] * 3 + [True] * 2
-
-
 def test_in_bf16_loss_and_gradients_are_those_of_the_rounded_inputs():
     inputs = drawn(dtype=torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    true_o, true_loss, _ = oracle.outputs(exact, SIZES)
-    o, loss = build().layers[0].attention.attend_indexed(*inputs, learns=True)
+    true_o, true_loss, _ = oracle.outputs(exact, INDEXED)
+    o, loss = build(INDEXED).layers[0].attention.attend_indexed(*inputs, learns=True)
     assert relative(o, true_o) <= 2**-7
     assert relative(loss, true_loss.detach()) <= 1e-3
     found = torch.autograd.grad(loss, inputs[3:])
@@ -165,7 +137,7 @@ def test_in_bf16_loss_and_gradients_are_those_of_the_rounded_inputs():
 
 def test_a_layer_turns_and_norms_its_index_heads_as_the_models():
     for width, turning in ((24, 16), (16, 16), (8, 8)):
-        decoder = build(dataclasses.replace(SIZES, head_dim=width))
+        decoder = build(dataclasses.replace(INDEXED, head_dim=width))
         layer = decoder.layers[0].attention
         x = torch.randn(1, 70, 64, generator=torch.Generator().manual_seed(2))
         q, k = layer.indexer(x, decoder.rotary(70, x.device))
@@ -181,83 +153,23 @@ def test_a_layer_turns_and_norms_its_index_heads_as_the_models():
 
 def test_of_a_head_that_cannot_turn_like_the_models_a_line_says_so():
     with pytest.raises(ValueError, match="--blocks: given head_dim=12; allowed: a divisor of"):
-        build(dataclasses.replace(SIZES, head_dim=12))
-
-
-def test_a_budget_of_the_row_is_standard_attention_and_a_smaller_one_is_not():
-    x = tokens()
-    standard = build(Standard())(x)
-    for changes in (dict(count=13), dict(dense_below=200)):
-        whole = build(dataclasses.replace(SIZES, **changes))(x)
-        assert (whole - standard).abs().max() <= 1e-5 * standard.abs().max()
-    assert relative(build()(x), standard.double()) > 1e-3
-
-
-def tokens(rows: int = 2, length: int = 200) -> torch.Tensor:
-    return torch.randint(97, (rows, length), generator=torch.Generator().manual_seed(0))
-
-
-def test_packed_documents_equal_separate_ones_forward_and_backward():
-    decoder, x = build(), tokens()
-    lengths = [[130, 1, 69], [12, 188]]
-    ids = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in lengths])
-    documents = [
-        part for row, cut in zip(x, lengths, strict=True) for part in row[None].split(cut, 1)
-    ]
-
-    def results(parts: list[dict]) -> list[torch.Tensor]:
-        total = torch.zeros(())
-        with own_losses(decoder, warming=False) as own:
-            found = [decoder(**part).flatten(0, 1) for part in parts]
-            logits = torch.cat(found)
-            weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
-            mean = 1 / (len(decoder.layers) * len(parts))  # of the layers' terms
-            total = own.added_to((logits * weight).sum(), mean)
-            return [logits, *torch.autograd.grad(total, list(decoder.parameters()))]
-
-    packed = results([dict(tokens_BT=x, doc_ids=ids)])
-    separate = results([dict(tokens_BT=part) for part in documents])
-    for got, want in zip(packed, separate, strict=True):
-        assert want.abs().max() > 0
-        assert (got - want).abs().max() <= 2e-5 * want.abs().max()
-
-
-def test_a_document_leaks_nothing_into_the_next():
-    layer, inputs = build().layers[0].attention, drawn()
-    ids = (torch.arange(200) >= 90).expand(2, -1)
-    rows = layer.rows(document_boundaries(ids), (2, 200), "cpu")
-    o = rows.attend(layer, inputs, None)
-    for grad in torch.autograd.grad(o[:, 90:].square().sum(), inputs[:3]):
-        assert not grad[:, :90].any() and grad[:, 90:].any()
-
-
-@torch.no_grad()
-def test_decoding_equals_the_forward_however_the_prompt_is_cut():
-    decoder, x = build(), tokens()
-    full = decoder(x)
-    for parts in ([150] + [1] * 50, [100, 60, 1, 39], [3] + [1] * 197):
-        cache = decoder.new_cache(2, 200)
-        decoded = [decoder(part, cache=cache) for part in x.split(parts, dim=1)]
-        assert (torch.cat(decoded, 1) - full).abs().max() <= 1e-5 * full.abs().max(), parts
-    cache.rewind(141)
-    again = decoder(x[:, 141:], cache=cache)
-    assert (again - full[:, 141:]).abs().max() <= 1e-5 * full.abs().max()
+        build(dataclasses.replace(INDEXED, head_dim=12))
 
 
 def test_the_recall_is_the_share_of_full_attention_that_is_read():
     inputs = [x.detach() for x in drawn()]
-    read, best, count = recall(SIZES, *inputs).tolist()
+    read, best, count = recall(INDEXED, *inputs).tolist()
     sampled = [199 - i * 120 // 16 for i in range(16)]
     exact = [x.double() for x in inputs]
-    scores = oracle.scores(*exact[3:], SIZES.block)
+    scores = oracle.scores(*exact[3:], INDEXED.block)
     logits = torch.einsum("btgmk,bsgk->btgms", exact[0].unflatten(2, (2, 2)), exact[1]) / 4
     logits.masked_fill_(torch.ones(200, 200, dtype=torch.bool).triu(1)[:, None, None], -torch.inf)
     p = logits.softmax(-1).mean(3)
-    mass = torch.stack([part.sum(-1) for part in p.split(SIZES.block, dim=-1)], -1)
-    want = (mass * oracle.choose(scores, SIZES)).sum(-1).mean(2)[:, sampled].sum()
-    limit = (mass * oracle.choose(mass, SIZES)).sum(-1).mean(2)[:, sampled].sum()
+    mass = torch.stack([part.sum(-1) for part in p.split(INDEXED.block, dim=-1)], -1)
+    want = (mass * oracle.choose(scores, INDEXED)).sum(-1).mean(2)[:, sampled].sum()
+    limit = (mass * oracle.choose(mass, INDEXED)).sum(-1).mean(2)[:, sampled].sum()
     assert count == 32 and 0.05 < want / count < limit / count < 0.999
     assert read == pytest.approx(float(want), rel=1e-5)
     assert best == pytest.approx(float(limit), rel=1e-5)
     few = [x[:, :80] for x in inputs]  # which all queries read whole
-    assert recall(SIZES, *few).tolist() == [0, 0, 0]
+    assert recall(INDEXED, *few).tolist() == [0, 0, 0]

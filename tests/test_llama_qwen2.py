@@ -85,7 +85,7 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
     torch.testing.assert_close(ours(tokens_of(200)), expected, rtol=0, atol=limit)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["Llama 3.1", "Qwen2.5, yarn, tied"])
 def test_greedy_tokens_equal_those_of_transformers(name, tmp_path, capsys):
     theirs = made(name, tmp_path)
     flags = f"--checkpoint {tmp_path} --temperature 0 --max_new_tokens 48 --device cpu --ids"
@@ -105,7 +105,7 @@ def test_greedy_tokens_equal_those_of_transformers(name, tmp_path, capsys):
     assert len(written) == 3
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["Llama 3.2", "Qwen2.5", "Qwen2.5, yarn, tied"])
 def test_a_round_trip_keeps_every_file(name, tmp_path):
     """Through a checkpoint, with the commands: weights bit for bit, settings, tokenizer."""
     folder = qwen_tokenizer.make(tmp_path / "hf", ["def abc(x):\n" * 9], 260, 260, 640)
@@ -129,8 +129,14 @@ def test_a_round_trip_keeps_every_file(name, tmp_path):
     assert qwen3.read_config(back) == qwen3.read_config(folder)
 
 
-@pytest.mark.parametrize("name", ["Llama 3.1", "Qwen2.5"])
-@pytest.mark.parametrize("levers", [{}, dict(attention_head_groups=2, mlp_tiles=2)])
+@pytest.mark.parametrize(
+    "name, levers",
+    [
+        ("Llama 3.1", {}),
+        ("Qwen2.5", {}),
+        ("Qwen2.5", dict(attention_head_groups=2, mlp_tiles=2)),
+    ],
+)
 def test_gradients_equal_those_of_transformers(name, levers, tmp_path):
     theirs = made(name, tmp_path)
     given = dict(init_from=str(tmp_path), context_length=128, eval_every=0, device="cpu")
@@ -190,9 +196,7 @@ def test_a_run_from_a_folder_trains_resumes_and_exports_its_family(tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (dict(attention_bias=True), "attention_bias=True is not supported"),
         (dict(mlp_bias=True), "mlp_bias=True is not supported"),
-        (dict(model_type="mistral"), "model_type is 'mistral'"),
         (dict(rope_parameters=LLAMA3 | dict(high_freq_factor=8.0)), "high_freq_factor=8.0"),
     ],
 )

@@ -3,6 +3,7 @@ torch.compile and bad input.
 """
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+import model
 from footprint.measure import peak_bytes, saved_bytes
 from longhaul import kernels
 from longhaul.vocab import loss as vocab_loss
@@ -17,7 +19,7 @@ from longhaul.vocab.check import gradients, off_by, standard_loss
 from longhaul.vocab.check import relative as rel
 from longhaul.vocab.loss import linear_cross_entropy
 from model import ModelConfig
-from tests.tiers import few_fast
+from tests.tiers import slow
 from verify_chunked_loss import naive_loop
 
 pytestmark = pytest.mark.usefixtures("products_in_their_dtype")
@@ -67,8 +69,20 @@ def chunked(h, w, y, **options):
     return gradients(functools.partial(linear_cross_entropy, **options), h, w, y)
 
 
-# compiling takes seconds
-KERNELS = pytest.mark.parametrize("kernels", few_fast(["torch", "compiled"], 2))
+one_pass_loss = functools.partial(linear_cross_entropy, one_pass=True)
+
+
+def plain_loss(h, w, y, *, vocab_tile=None, **options):
+    """The loss of model.py, which has no tiles of the vocabulary."""
+    return model.linear_cross_entropy(h, w, y, **options)
+
+
+EVERY_LOSS = pytest.mark.parametrize(
+    "loss",
+    [linear_cross_entropy, one_pass_loss, plain_loss],
+    ids=["recomputed", "one pass", "plain"],
+)
+ONE_PASS = pytest.mark.parametrize("one_pass", [False, True], ids=["recomputed", "one pass"])
 OPTIONS = [
     {},
     dict(z_loss=1e-3),
@@ -78,28 +92,57 @@ OPTIONS = [
 ]
 
 
-@KERNELS
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_fp32_is_within_1e6_of_float64_for_any_tiling_and_option(options, kernels):
+def blocks(h, w) -> int:
+    """Blocks of tokens that one pass takes."""
+    tokens = vocab_loss.block_tokens(len(h), *w.shape, h.element_size())
+    return -(-len(h) // tokens)
+
+
+compiled_loss = functools.partial(linear_cross_entropy, kernels="compiled")
+
+
+@pytest.mark.parametrize(
+    "loss, options",
+    [
+        *itertools.product([linear_cross_entropy, one_pass_loss], OPTIONS),
+        (plain_loss, {}),
+        slow(compiled_loss, {}),  # compiling takes seconds
+        slow(compiled_loss, OPTIONS[-1]),
+        slow(functools.partial(compiled_loss, one_pass=True), OPTIONS[-1]),
+    ],
+)
+def test_fp32_is_within_1e6_of_float64_for_any_tiling_and_option(loss, options):
     h, w, y = inputs()
     y[5::9] = -100
+    assert blocks(h, w) == 4
     want = truth(h, w, y, **options)
-    for token_tile, vocab_tile in TILES if kernels == "torch" else TILES[1:2]:
+    is_compiled = "kernels" in getattr(loss, "keywords", {})
+    for token_tile, vocab_tile in TILES[1:2] if is_compiled else TILES:
         tiles = dict(token_tile=token_tile, vocab_tile=vocab_tile)
-        got = chunked(h, w, y, kernels=kernels, **tiles, **options)
+        got = gradients(functools.partial(loss, **tiles, **options), h, w, y)
         assert abs(got[0] - want[0]) / want[0] < 1e-6
         assert rel(got[1], want[1]) < 1e-6 and rel(got[2], want[2]) < 1e-6
 
 
-@pytest.mark.parametrize("regime", ["flat", "diffuse", "peaked"])
-@KERNELS
-def test_bf16_errors_are_at_most_105_percent_of_the_standard_losses_own(regime, kernels):
-    h, w, y = inputs(1024, 128, 4099, torch.bfloat16, regime)
+@pytest.mark.parametrize(
+    "loss, regime",
+    [
+        (linear_cross_entropy, "flat"),
+        (linear_cross_entropy, "diffuse"),
+        (linear_cross_entropy, "peaked"),
+        (one_pass_loss, "flat"),
+        (one_pass_loss, "peaked"),
+        slow(compiled_loss, "flat"),
+    ],
+)
+def test_bf16_errors_are_at_most_105_percent_of_the_standard_losses_own(loss, regime):
+    h, w, y = inputs(512, 128, 4099, torch.bfloat16, regime)
     want = truth(h, w, y)
     plain = gradients(standard_loss, h, w, y)
     floor = [rel(t.bfloat16(), t) for t in want[1:]]
-    for token_tile, vocab_tile in TILES if kernels == "torch" else [(512, 1024)]:
-        got = chunked(h, w, y, token_tile=token_tile, vocab_tile=vocab_tile, kernels=kernels)
+    for token_tile, vocab_tile in [(512, 1024)] if loss is compiled_loss else TILES[::3]:
+        tiles = dict(token_tile=token_tile, vocab_tile=vocab_tile)
+        got = gradients(functools.partial(loss, **tiles), h, w, y)
         assert abs(got[0] - want[0]) < 1e-3
         for i in (1, 2):
             assert rel(got[i], want[i]) <= 1.05 * rel(plain[i], want[i])
@@ -107,7 +150,28 @@ def test_bf16_errors_are_at_most_105_percent_of_the_standard_losses_own(regime, 
                 assert rel(got[i], want[i]) <= 1.05 * floor[i - 1]
 
 
-SCALES = [1e4, 5e5, 1e7, 5e7, 1e8]
+def test_in_bf16_the_plain_loss_in_chunks_errs_no_more_than_all_logits_do():
+    h, w, y = inputs(200, 24, 301)
+    h, w = h.bfloat16(), (w * 24**0.5).bfloat16()
+    y[::5] = -100
+    want = truth(h, w, y, reduction="sum")
+    chunks = functools.partial(plain_loss, reduction="sum", token_tile=33)
+    got = gradients(chunks, h, w, y)
+    assert [x.dtype for x in got] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    divisor = torch.tensor(1.0)
+    whole = gradients(lambda *x: model.standard_cross_entropy(*x, divisor), h, w, y)
+    for x, other, exact in zip(got, whole, want):
+        assert rel(x, exact) <= 1.1 * rel(other, exact)
+
+
+HUGE = [
+    (1e4, torch.float32),
+    (5e5, torch.bfloat16),
+    (1e7, torch.float32),
+    (5e7, torch.bfloat16),
+    (1e8, torch.float32),
+    (1e8, torch.bfloat16),
+]
 
 
 def huge_logits(scale: float, dtype: torch.dtype):
@@ -127,9 +191,14 @@ def huge_logits(scale: float, dtype: torch.dtype):
     return h.to(dtype), w.to(dtype), y
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@KERNELS
+@pytest.mark.parametrize(
+    "scale, dtype, kernels",
+    [
+        *((*case, "torch") for case in HUGE),
+        slow(1e7, torch.float32, "compiled"),
+        slow(1e8, torch.bfloat16, "compiled"),
+    ],
+)
 def test_gradients_of_huge_logits_are_those_of_torch(scale, dtype, kernels):
     """The logarithm of the sum is small next to such logits, and their sum would round it away."""
     h, w, y = huge_logits(scale, dtype)
@@ -148,8 +217,10 @@ def token_losses(h, w, y, **options):
     return linear_cross_entropy(h, w, y, reduction="none", **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@KERNELS
+@pytest.mark.parametrize(
+    "dtype, kernels",
+    [(torch.bfloat16, "torch"), (torch.float16, "torch"), slow(torch.bfloat16, "compiled")],
+)
 def test_the_labels_logit_stays_in_fp32_so_a_tokens_loss_is_better_than_the_standard_one(
     dtype, kernels
 ):
@@ -185,12 +256,14 @@ def test_bf16_errors_do_not_grow_with_the_number_of_tiles_but_those_of_a_naive_l
     assert rel(naive[2], want[2]) > 3 * dw_errors[0]
 
 
+@EVERY_LOSS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_hidden_with_fp32_master_weight_returns_fp32_gradients(dtype):
+def test_half_hidden_with_fp32_master_weight_returns_fp32_gradients(dtype, loss):
     h, w, y = inputs()
     h = h.to(dtype)
+    assert blocks(h, w) == 2
     want = truth(h, w.to(dtype), y)
-    got = chunked(h, w, y, token_tile=50, vocab_tile=100)
+    got = gradients(functools.partial(loss, token_tile=50, vocab_tile=100), h, w, y)
     assert got[1].dtype == dtype and got[2].dtype == torch.float32
     plain = gradients(standard_loss, h, w.to(dtype), y)
     assert abs(got[0] - want[0]) < 1e-3
@@ -206,13 +279,14 @@ def test_autocast_changes_nothing_inside():
     assert all(torch.equal(a, b) for a, b in zip(plain, cast))
 
 
+@EVERY_LOSS
 @pytest.mark.parametrize("N,V", [(0, 7), (1, 7), (1, 1), (3, 1), (2, 2)])
-def test_tiny_sizes_work(N, V):
+def test_tiny_sizes_work(N, V, loss):
     torch.manual_seed(0)
     h = torch.randn(N, 3)
     w = torch.randn(V, 3)
     y = torch.randint(V, (N,))
-    for a, b in zip(chunked(h, w, y), truth(h, w, y)):
+    for a, b in zip(gradients(loss, h, w, y), truth(h, w, y)):
         torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-6)
 
 
@@ -227,7 +301,7 @@ def test_a_common_offset_of_1e4_changes_the_loss_only_by_the_logits_own_rounding
     assert abs(in_fp32 - dense(h, w, y)) < 1e-3
 
 
-@pytest.mark.parametrize("gap", [15.0, 20.0, 25.0, 28.0, 30.0, 35.0, 40.0])
+@pytest.mark.parametrize("gap", [15.0, 28.0, 40.0])
 def test_a_certain_target_keeps_the_relative_precision_of_its_loss(gap):
     """The subtraction logsumexp - logit, even in float64, would be good to 1e-3 only at a gap of 30
     nats. Here the error is that of exp by way of exp2: half a unit in the last place of gap log2 e.
@@ -243,81 +317,44 @@ def test_a_certain_target_keeps_the_relative_precision_of_its_loss(gap):
     assert abs(loss - want) / want < bound and rel(dh, want_h) < bound
 
 
-@KERNELS
-def test_no_valid_token_gives_zero_loss_and_exact_zero_gradients_still_attached(kernels):
+@pytest.mark.parametrize(
+    "loss",
+    [linear_cross_entropy, one_pass_loss, plain_loss, slow(compiled_loss)],
+    ids=["recomputed", "one pass", "plain", "compiled"],
+)
+def test_no_valid_token_gives_zero_loss_and_exact_zero_gradients_still_attached(loss):
     h, w, y = inputs()
-    loss, dh, dw = chunked(h, w, torch.full_like(y, -100), kernels=kernels)
-    assert loss == 0 and not dh.any() and not dw.any()
-    assert linear_cross_entropy(h, w.requires_grad_(), torch.full_like(y, -100)).requires_grad
+    zero, dh, dw = gradients(loss, h, w, torch.full_like(y, -100))
+    assert zero == 0 and not dh.any() and not dw.any()
+    assert dh.shape == h.shape and dw.shape == w.shape
 
 
-def test_the_unpacked_rows_of_cuda_give_the_same_result(monkeypatch):
-    h, w, y = inputs()
-    y[::3] = -100
-    packed = chunked(h, w, y)
-    monkeypatch.setattr(
-        vocab_loss,
-        "pack_valid",
-        lambda labels, ignore: (slice(None), torch.where(labels != ignore, labels, -1)),
-    )
-    for a, b in zip(packed, chunked(h, w, y)):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
-
-
-def test_ignored_rows_with_huge_logits_give_no_nan_where_they_are_not_packed_away(monkeypatch):
+@ONE_PASS
+def test_the_unpacked_rows_of_cuda_give_the_same_result_even_if_their_logits_are_huge(
+    one_pass, monkeypatch
+):
     h, w, y = inputs()
     y[::3] = -100
     h[::3] *= 1e3
-    packed = chunked(h, w, y)
+    packed = chunked(h, w, y, one_pass=one_pass)
     monkeypatch.setattr(
         vocab_loss,
         "pack_valid",
         lambda labels, ignore: (slice(None), torch.where(labels != ignore, labels, -1)),
     )
-    for a, b in zip(packed, chunked(h, w, y)):
+    for a, b in zip(packed, chunked(h, w, y, one_pass=one_pass)):
         assert b.isfinite().all()
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.slow
-def test_a_transposed_hidden_compiles_and_the_operators_pass_their_checks():
-    _, _, y = inputs(32, 16, 64)
-    y = y[:16] % 64
-    a = torch.randn(16, 16)
+def test_the_operators_pass_their_checks_with_a_transposed_hidden():
     w = torch.randn(64, 16)
-
-    @functools.partial(torch.compile, fullgraph=True)
-    def compiled(a, w, y):
-        return linear_cross_entropy((a * 1.0).t(), w, y, kernels="torch")
-
-    def eager(a, w, y):
-        return linear_cross_entropy(a.t(), w, y)
-
-    for got, want in zip(gradients(compiled, a, w, y), gradients(eager, a, w, y)):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
-
-    _, *sums, mean = vocab_loss.vocab_nll(a.t(), w, y, -100, None, [8, 16], "torch", False)
+    h = torch.randn(16, 16).t()
+    y = torch.randint(64, (16,))
+    _, *sums, mean = vocab_loss.vocab_nll(h, w, y, -100, None, [8, 16], "torch", False)
     options = -100, None, [8, 16], "torch", True, True
-    arguments = [mean, mean, mean], *sums, a.t(), w, y, *options
+    arguments = [mean, mean, mean], *sums, h, w, y, *options
     torch.library.opcheck(vocab_loss.vocab_nll_backward, arguments)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(softcap=0.0),
-        dict(softcap=-5.0),
-        dict(label_smoothing=1.5),
-        dict(z_loss=math.nan),
-        dict(num_valid=-3),
-        dict(num_valid=torch.tensor([10])),
-        dict(vocab_tile=1.5),
-    ],
-    ids=str,
-)
-def test_numbers_that_make_no_loss_are_refused(options):
-    with pytest.raises(ValueError, match=list(options)[0]):
-        linear_cross_entropy(*inputs(), **options)
 
 
 @pytest.mark.parametrize("kind", ["standard", "chunked"])
@@ -328,56 +365,33 @@ def test_a_validating_decoder_names_the_bad_label_whichever_loss_runs(kind):
         decoder(tokens, torch.tensor([[0, 1, 32, 3]]))
 
 
-def test_another_ignore_index_is_ignored():
+@EVERY_LOSS
+def test_another_ignore_index_is_ignored(loss):
     h, w, y = inputs()
     y[::3] = 7
-    want = gradients(linear_cross_entropy, h, w, torch.where(y == 7, -100, y))
-    for a, b in zip(chunked(h, w, y, ignore_index=7), want):
+    want = gradients(loss, h, w, torch.where(y == 7, -100, y))
+    for a, b in zip(gradients(functools.partial(loss, ignore_index=7), h, w, y), want):
         assert torch.equal(a, b)
 
 
-def test_per_token_weights_pass_through_reduction_none():
+@EVERY_LOSS
+def test_num_valid_divides_by_the_global_count(loss):
     h, w, y = inputs()
-    y[3] = -100
-    weight = torch.randn(len(y))
-
-    def weighted(loss):
-        return lambda *a: (loss(*a, reduction="none", z_loss=0.01) * weight).sum()
-
-    got = gradients(weighted(linear_cross_entropy), h, w, y)
-    want = gradients(weighted(dense), h.double(), w.double(), y)
-    assert abs(got[0] - want[0]) < 1e-4
-    assert rel(got[1], want[1]) < 1e-6 and rel(got[2], want[2]) < 1e-6
-
-
-@pytest.mark.parametrize("kernels", ["fast", "triton"])
-def test_kernels_that_cannot_run_are_refused(kernels):
-    h, w, y = inputs(dtype=torch.float64)  # which the twins do not serve anywhere
-    with pytest.raises(ValueError, match="choose"):
-        linear_cross_entropy(h, w, y, kernels=kernels)
-
-
-def test_called_as_torchs_cross_entropy_it_gives_torchs_mean():
-    h, w, y = inputs()
-    y[::5] = -100
-    torch.testing.assert_close(linear_cross_entropy(h, w, y), F.cross_entropy(h @ w.T, y).float())
-
-
-def test_num_valid_divides_by_the_global_count():
-    h, w, y = inputs()
-    total = linear_cross_entropy(h, w, y, reduction="sum")
+    total = loss(h, w, y, reduction="sum")
+    torch.testing.assert_close(total.double(), truth(h, w, y, reduction="sum")[0])
     for count in (1000, torch.tensor(1000)):
-        torch.testing.assert_close(linear_cross_entropy(h, w, y, num_valid=count), total / 1000)
-    assert linear_cross_entropy(h, w, y.fill_(-100), num_valid=torch.tensor(0)) == 0
+        torch.testing.assert_close(loss(h, w, y, num_valid=count), total / 1000)
+    assert loss(h, w, y.fill_(-100), num_valid=torch.tensor(0)) == 0
 
 
+@EVERY_LOSS
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_a_frozen_input_gets_no_gradient_and_the_other_the_same_one(frozen):
+def test_a_frozen_input_gets_no_gradient_and_the_other_the_same_one(frozen, loss):
     h, w, y = inputs()
-    _, dh, dw = chunked(h, w, y)
+    _, dh, dw = gradients(loss, h, w, y)
     h.requires_grad_(frozen != "hidden")
     w.requires_grad_(frozen != "weight")
-    linear_cross_entropy(h, w, y).backward()
+    loss(h, w, y).backward()
     assert (h.grad is None, w.grad is None) == (frozen == "hidden", frozen == "weight")
     assert torch.equal(w.grad, dw) if frozen == "hidden" else torch.equal(h.grad, dh)
 
@@ -392,18 +406,20 @@ def test_backward_twice_with_another_gradient_scales_exactly():
     assert all(torch.equal(-4 * a, b) for a, b in zip(first, second))
 
 
-def test_a_tied_weight_accumulates_both_gradients():
+@EVERY_LOSS
+def test_a_tied_weight_accumulates_both_gradients(loss):
     _, w, y = inputs()
     exact_w = w.double().requires_grad_()
     (want,) = torch.autograd.grad(dense(exact_w[y], exact_w, y.roll(1)), exact_w)
 
     w.requires_grad_()
-    (got,) = torch.autograd.grad(linear_cross_entropy(w[y], w, y.roll(1), vocab_tile=64), w)
+    (got,) = torch.autograd.grad(loss(w[y], w, y.roll(1)), w)
     assert rel(got, want) < 1e-6
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "reduction, options", zip(("mean", "sum", "none", "mean", "none"), OPTIONS), ids=str
+)
 def test_gradcheck_passes_in_float64(options, reduction):
     h, w, y = inputs(5, 4, 7, torch.float64)
     y[2] = -100
@@ -416,24 +432,26 @@ def test_gradcheck_passes_in_float64(options, reduction):
 
 
 @pytest.mark.slow
-def test_a_full_graph_compile_equals_eager_at_several_lengths_with_ignored_labels():
-    options = dict(z_loss=1e-3, vocab_tile=300)
+@ONE_PASS
+def test_a_full_graph_compile_equals_eager_at_several_lengths_with_ignored_labels(one_pass):
+    options = dict(z_loss=1e-3, vocab_tile=300, one_pass=one_pass)
 
     @functools.partial(torch.compile, fullgraph=True)
     def compiled(h, w, y):
         return linear_cross_entropy(h * 1.0, w, y, **options)
 
-    for N in (50, 203, 117):
+    for N in (50, 203):
         h, w, y = inputs(N)
         y[::4] = -100
         for a, b in zip(gradients(compiled, h, w, y), chunked(h, w, y, **options)):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def test_recomputation_under_checkpointing_gives_the_same_gradients():
+@EVERY_LOSS
+def test_recomputation_under_checkpointing_gives_the_same_gradients(loss):
     h, w, y = inputs()
-    recomputed = functools.partial(checkpoint, linear_cross_entropy, use_reentrant=False)
-    for a, b in zip(gradients(recomputed, h, w, y), chunked(h, w, y)):
+    recomputed = functools.partial(checkpoint, loss, use_reentrant=False)
+    for a, b in zip(gradients(recomputed, h, w, y), gradients(loss, h, w, y)):
         assert torch.equal(a, b)
 
 
@@ -461,7 +479,7 @@ def test_8_bytes_per_token_are_saved_4_more_with_a_z_loss_and_a_naive_loop_saves
 
 
 def test_peak_memory_through_backward_is_under_2_percent_of_the_standard_loss():
-    h, w, y = inputs(2048, 64, 40_000, torch.bfloat16)
+    h, w, y = inputs(2048, 16, 40_000, torch.bfloat16)
     results = 2 * (h.numel() + w.numel())  # the gradients, in bf16
     ours = peak_bytes(lambda: chunked(h, w, y), CPU) - results
     plain = peak_bytes(lambda: gradients(standard_loss, h, w, y), CPU) - results
@@ -478,7 +496,7 @@ def test_doubling_the_vocabulary_adds_no_memory_beyond_the_weights_gradient():
     assert abs(peaks[1] - peaks[0]) < 1e5
 
 
-@pytest.mark.parametrize("label", [1009, -1, -101])
+@pytest.mark.parametrize("label", [1009, -101])
 def test_a_bad_label_is_named_with_its_position_and_the_allowed_range(label):
     h, w, y = inputs()
     y[17] = label
@@ -493,6 +511,13 @@ def test_a_bad_label_is_named_with_its_position_and_the_allowed_range(label):
         (dict(labels=torch.zeros(202, dtype=torch.long)), r"\(202,\)"),
         (dict(hidden=torch.zeros(203, 32, dtype=torch.long)), "torch.int64"),
         (dict(labels=torch.zeros(203)), "labels torch.float32"),
+        (dict(softcap=0.0), "softcap"),
+        (dict(label_smoothing=1.5), "label_smoothing"),
+        (dict(z_loss=math.nan), "z_loss"),
+        (dict(num_valid=-3), "num_valid"),
+        (dict(num_valid=torch.tensor([10])), "num_valid"),
+        (dict(vocab_tile=1.5), "vocab_tile"),
+        (dict(kernels="fast"), "choose"),
         (dict(vocab_tile=0), "0"),
         (dict(token_tile=-3), "-3"),
         (dict(reduction="avg"), "avg"),

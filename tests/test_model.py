@@ -5,7 +5,6 @@ memory, initialisation, errors.
 import copy
 import dataclasses
 import math
-import re
 
 import pytest
 import torch
@@ -14,7 +13,17 @@ import model
 from longhaul import kernels
 from longhaul.flops import train_flops
 from longhaul.vocab import loss as vocab_loss
-from model import GIB, IGNORE, Decoder, ModelConfig, OnHost, RotaryCache, linear_cross_entropy
+from model import (
+    GIB,
+    IGNORE,
+    Decoder,
+    ModelConfig,
+    NSAConfig,
+    OnHost,
+    RotaryCache,
+    Standard,
+    linear_cross_entropy,
+)
 from tests import oracle
 
 SMALL = dict(
@@ -112,9 +121,17 @@ def assert_equal_runs(got, truth, tolerance: float):
 
 
 @MAKES
-@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
+@pytest.mark.parametrize(
+    "kv_heads, tied, loss",
+    [
+        (8, True, "standard"),
+        (4, False, "standard"),
+        (2, True, "chunked"),
+        (1, False, "chunked"),
+        (4, True, "one_pass"),
+        (2, False, "one_pass"),
+    ],
+)
 def test_logits_loss_and_every_gradient_equal_the_oracle_for_each_grouping_of_heads(
     kv_heads, tied, loss, make
 ):
@@ -126,7 +143,7 @@ def test_logits_loss_and_every_gradient_equal_the_oracle_for_each_grouping_of_he
 
 
 @MAKES
-@pytest.mark.parametrize("length", [1, 2, 3, 255, 256, 257])
+@pytest.mark.parametrize("length", [1, 2, 3, 257])
 def test_odd_lengths_equal_the_oracle(length, make):
     decoder = build(dtype="float64", make=make)
     tokens, labels = some_tokens(1, length), some_labels(1, length)
@@ -144,8 +161,7 @@ def test_fp32_is_within_rounding_of_the_truth():
     )
 
 
-@pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed, loss", enumerate(["standard", "chunked", "one_pass"]))
 @MAKES
 def test_bf16_errs_no_more_than_a_plain_bf16_path(loss, seed, make):
     decoder = build(seed, "bfloat16", make, loss=loss, hidden_size=64, head_dim=16, ffn_size=96)
@@ -175,16 +191,6 @@ def test_fp32_master_weights_get_fp32_gradients_from_bf16_compute():
 # ------------------------------------------------------------------------------------ own functions
 
 
-def test_rmsnorm_has_the_gradient_of_its_equation():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 2, 5, dtype=torch.float64, generator=generator, requires_grad=True)
-    weight = torch.randn(5, dtype=torch.float64, generator=generator, requires_grad=True)
-    torch.testing.assert_close(
-        model._RMSNorm.apply(x, weight, 1e-6), oracle.rms_norm(x, weight, 1e-6)
-    )
-    assert torch.autograd.gradcheck(lambda x, w: model._RMSNorm.apply(x, w, 1e-6), (x, weight))
-
-
 def test_rmsnorm_of_zeros_is_zero_with_finite_gradients():
     x, weight = torch.zeros(2, 3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
     model._RMSNorm.apply(x, weight, 1e-6).sum().backward()
@@ -194,33 +200,6 @@ def test_rmsnorm_of_zeros_is_zero_with_finite_gradients():
 def test_rmsnorm_squares_large_fp16_values_without_overflow():
     x = torch.full((1, 2, 64), 60_000.0, dtype=torch.float16)
     assert (model._RMSNorm.apply(x, torch.ones(64), 1e-6) == 1).all()
-
-
-def test_swiglu_has_the_gradient_of_its_equation():
-    generator = torch.Generator().manual_seed(0)
-    gate, up = (
-        torch.randn(3, 7, dtype=torch.float64, generator=generator, requires_grad=True)
-        for _ in range(2)
-    )
-    torch.testing.assert_close(model._SwiGLU.apply(gate, up), gate * gate.sigmoid() * up)
-    assert torch.autograd.gradcheck(model._SwiGLU.apply, (gate, up))
-
-
-def test_rotation_has_the_gradient_of_its_equation():
-    x = torch.randn(
-        2,
-        5,
-        3,
-        8,
-        dtype=torch.float64,
-        generator=torch.Generator().manual_seed(0),
-        requires_grad=True,
-    )
-    cos, sin = RotaryCache(ModelConfig(**SMALL | dict(head_dim=8)))(5, torch.device("cpu"))
-    torch.testing.assert_close(
-        model._Rotate.apply(x, cos, sin)[1], oracle.rotate(x[1], SMALL["rope_theta"])
-    )
-    assert torch.autograd.gradcheck(lambda x: model._Rotate.apply(x, cos, sin), (x,))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -267,41 +246,6 @@ def test_packed_documents_equal_separate_ones_in_logits_and_gradients(continued,
     tokens, labels = some_tokens(3, 17), some_labels(3, 17)
     truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels, documents)
     assert_equal_runs(decoder_run(decoder, tokens, labels, doc_ids=doc_ids), truth, 1e-10)
-
-
-def test_packed_documents_equal_calls_of_this_decoder_one_by_one():
-    decoder = build()
-    doc_ids, documents = packed()
-    tokens = some_tokens(3, 17)
-    together = decoder(tokens, doc_ids=doc_ids)
-    for row, start, end in documents:
-        torch.testing.assert_close(
-            together[row, start:end],
-            decoder(tokens[row : row + 1, start:end])[0],
-            atol=1e-5,
-            rtol=0,
-        )
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_changed_document_leaves_the_logits_of_the_others_bit_identical(dtype):
-    decoder = build(dtype=dtype)
-    doc_ids, documents = packed(continued=True)
-    tokens = some_tokens(3, 17)
-    before = decoder(tokens, doc_ids=doc_ids)
-    for row, start, end in documents:
-        changed = tokens.clone()
-        changed[row, start:end] = (changed[row, start:end] + 1) % decoder.config.vocab_size
-        after = decoder(changed, doc_ids=doc_ids)
-        inside = torch.zeros_like(tokens, dtype=torch.bool)
-        inside[row, start:end] = True
-        assert torch.equal(before[~inside], after[~inside])
-        assert not torch.equal(before[inside], after[inside])
-
-
-def test_documents_of_one_row_each_change_nothing():
-    decoder, tokens = build(), some_tokens(2, 19)
-    assert torch.equal(decoder(tokens), decoder(tokens, doc_ids=torch.tensor([[3] * 19, [3] * 19])))
 
 
 def test_document_ids_on_the_host_stay_there_when_fsdp_moves_the_inputs():
@@ -363,18 +307,10 @@ def test_given_positions_win_over_the_documents_own():
 # ----------------------------------------------------------------------------------------- KV cache
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(
-    "parts",
-    [[1] * 23, [16] + [1] * 7, [7, 7, 7, 2], [23], [1, 22], [22, 1]],
-    ids=[
-        "token by token",
-        "prefill and steps",
-        "chunked prefill",
-        "whole",
-        "one and rest",
-        "rest and one",
-    ],
+    "kv_heads, parts",
+    [(4, [1] * 23), (2, [16] + [1] * 7), (1, [7, 7, 7, 2]), (2, [23]), (4, [1, 22])],
+    ids=["token by token", "prefill and steps", "chunked prefill", "whole", "one and rest"],
 )
 @MAKES
 def test_decoding_with_the_cache_equals_the_full_forward_at_every_position(kv_heads, parts, make):
@@ -393,15 +329,6 @@ def test_a_prefill_longer_than_a_chunk_of_queries_equals_the_full_forward(make):
     with torch.no_grad():
         pieces = [decoder(part, cache=cache) for part in tokens.split([101, 599], dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), decoder(tokens), atol=1e-5, rtol=1e-5)
-
-
-def test_the_cache_has_the_compute_dtype_and_the_size_of_its_key_heads():
-    cache = build(dtype="bfloat16").new_cache(3, 10)
-    assert len(cache.layers) == 2 and cache.length == 0
-    assert (
-        cache.layers[0].k_BSGK.shape == (3, 10, 2, 6)
-        and cache.layers[1].v_BSGK.dtype == torch.bfloat16
-    )
 
 
 # --------------------------------------------------------------------------------- rotary positions
@@ -485,12 +412,10 @@ def test_training_goes_on_after_sampling_in_inference_mode():
 @pytest.mark.parametrize(
     "head_dim,theta,factor,original",
     [
-        *[(128, theta, 4.0, 32768) for theta in (1e4, 5e5, 1e6, 5e6, 1e7)],
-        *[(32, theta, 32.0, 4096) for theta in (1e4, 5e5, 1e6, 5e6, 1e7)],
-        (64, 1e4, 8.0, 4096),
+        *[(128, theta, 4.0, 32768) for theta in (1e4, 5e5, 1e6, 1e7)],
+        (32, 1e6, 32.0, 4096),
         (80, 3e5, 3.0, 1000),
         (6, 1e4, 2.0, 64),
-        (32, 5e5, 40.0, 512),
         (64, 1e3, 4.0, 32768),  # the ramp of yarn ends beyond half of the dimensions
         (64, 16.0, 4.0, 2000),  # and here at the last dimension
     ],
@@ -522,17 +447,6 @@ def test_frequencies_have_the_bits_of_transformers(scaling, head_dim, theta, fac
     ours_k, scale = model.rope_frequencies(config, torch.device("cpu"))
     assert torch.equal(ours_k, theirs.inv_freq)
     assert scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
-
-
-def test_every_preset_has_a_head_dimension_whose_frequencies_were_compared():
-    assert {ModelConfig.preset(name).head_dim for name in model.PRESETS} == {32, 128}
-
-
-def test_a_larger_theta_stretches_the_slowest_wavelength_and_leaves_the_fastest():
-    small, _ = model.rope_frequencies(ModelConfig(rope_theta=1e6), torch.device("cpu"))
-    large, _ = model.rope_frequencies(ModelConfig(rope_theta=5e8), torch.device("cpu"))
-    assert small[0] == large[0] == 1.0
-    assert (small[-1] / large[-1]).item() == pytest.approx(500 ** (126 / 128), rel=1e-5)
 
 
 # ------------------------------------------------------------------------------------------- memory
@@ -574,24 +488,13 @@ def training_pass(length: int, dtype: str, documents: bool, make):
     return lambda: decoder(tokens, tokens, doc_ids=doc_ids).backward()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("dtype, documents", [("float32", True), ("bfloat16", False)])
 @MAKES
 def test_a_training_pass_at_4096_tokens_allocates_neither_scores_nor_logits(dtype, documents, make):
     length, size = 4096, 2 if dtype == "bfloat16" else 4
     largest = largest_allocation(training_pass(length, dtype, documents, make))
     assert largest < length * length * size, "as large as the attention scores of one head"
     assert largest < length * WIDE["vocab_size"] * size / 4, "within 4x of the logits"
-
-
-def test_the_largest_allocation_of_the_layers_forward_and_backward_grows_linearly():
-    decoder = kernels.decoder(ModelConfig(**WIDE | dict(vocab_size=64)))
-
-    def peak(length):
-        tokens = some_tokens(1, length, vocab_size=64)
-        return largest_allocation(lambda: decoder.hidden(tokens).sum().backward())
-
-    assert peak(4096) <= 4.1 * peak(1024)
 
 
 def test_prefilling_in_chunks_allocates_linearly_in_the_cached_length():
@@ -604,17 +507,6 @@ def test_prefilling_in_chunks_allocates_linearly_in_the_cached_length():
             return largest_allocation(lambda: decoder.hidden(some_tokens(1, 512), cache=cache))
 
     assert peak(4096) <= 2.1 * peak(2048)
-
-
-@MAKES
-def test_the_chunked_loss_saves_no_logits_for_the_backward(make):
-    saved = []
-    decoder, tokens = make(ModelConfig(**WIDE)), some_tokens(1, 1024)
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: saved.append(t.numel()) or t, lambda t: t
-    ):
-        decoder(tokens, tokens).backward()
-    assert max(saved) <= WIDE["vocab_size"] * WIDE["hidden_size"] < 1024 * WIDE["vocab_size"] / 4
 
 
 # ---------------------------------------------------------------------------------- initial weights
@@ -637,11 +529,16 @@ def test_initial_weights_depend_on_seed_and_name_alone():
     )
 
 
-def test_construction_leaves_the_global_random_state_alone():
+@pytest.mark.parametrize(
+    "attention",
+    [Standard(), NSAConfig(), NSAConfig(kv="separate", cmp_kind="mean")],
+    ids=["standard", "nsa", "nsa, separate, mean"],
+)
+def test_construction_leaves_the_global_random_state_alone(attention):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    kernels.decoder(ModelConfig(**SMALL))
+    kernels.decoder(ModelConfig(**SMALL, attention=attention))
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -701,10 +598,8 @@ def test_presets_have_exactly_the_published_numbers_of_parameters(name, count):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        dict(tie_embeddings=False),
         dict(num_layers=5, num_kv_heads=1),
-        dict(head_dim=10, ffn_size=7),
+        dict(tie_embeddings=False, head_dim=10, ffn_size=7),
     ],
 )
 def test_the_closed_form_of_the_parameters_equals_the_real_count(changes):
@@ -782,15 +677,6 @@ def test_the_threshold_and_an_explicit_loss_win_over_the_rule():
     ).config.should_chunk(1, 10**9)
 
 
-@pytest.mark.parametrize("loss", ["chunked", "one_pass"])
-def test_the_standard_loss_and_tiles_agree(loss):
-    runs = [
-        decoder_run(build(dtype="float64", loss=loss), some_tokens(2, 33), some_labels(2, 33))
-        for loss in ("standard", loss)
-    ]
-    assert_equal_runs(runs[0], runs[1], 1e-12)
-
-
 def test_auto_takes_one_pass_unless_it_adds_gradients_in_low_precision():
     config = ModelConfig.preset("4B", compute_dtype="bfloat16")
     block = vocab_loss.block_tokens(10**9, config.vocab_size, config.hidden_size, 2)
@@ -818,8 +704,9 @@ def test_the_path_of_the_loss_decides_what_the_decoder_computes(monkeypatch):
 # ----------------------------------------------------------------------------------------- the loss
 
 
-@pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
-@MAKES
+@pytest.mark.parametrize(
+    "loss, make", [("standard", Decoder), ("chunked", Decoder), ("one_pass", kernels.decoder)]
+)
 def test_labels_that_are_all_ignored_give_an_attached_zero_loss_and_zero_gradients(loss, make):
     decoder = build(make=make, loss=loss)
     value = decoder(some_tokens(2, 9), torch.full((2, 9), IGNORE))
@@ -828,8 +715,10 @@ def test_labels_that_are_all_ignored_give_an_attached_zero_loss_and_zero_gradien
     assert all((p.grad == 0).all() for p in decoder.parameters())
 
 
-@pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
-@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize(
+    "loss, as_tensor",
+    [("standard", True), ("chunked", False), ("chunked", True), ("one_pass", True)],
+)
 @MAKES
 def test_num_valid_divides_the_sum_so_that_shares_of_a_batch_add_to_its_mean(loss, as_tensor, make):
     decoder = build(dtype="float64", make=make, loss=loss)
@@ -859,88 +748,6 @@ def loss_inputs(N: int = 37, D: int = 24, V: int = 301, dtype=torch.float32):
     return hidden_ND, weight_VD, labels_N
 
 
-def with_gradients(loss, hidden_ND, weight_VD) -> list[torch.Tensor]:
-    return [loss.detach(), *torch.autograd.grad(loss, (hidden_ND, weight_VD))]
-
-
-def exact_loss(hidden_ND, weight_VD, labels_N, divisor: float = 1.0) -> list[torch.Tensor]:
-    """Through all logits in float64."""
-    h, w = (x.detach().double().requires_grad_() for x in (hidden_ND, weight_VD))
-    total = torch.nn.functional.cross_entropy(h @ w.T, labels_N, reduction="sum")
-    return with_gradients(total / divisor, h, w)
-
-
-@pytest.mark.parametrize("token_tile", [None, 1, 7, 36, 37, 1000])
-@pytest.mark.parametrize(
-    "options, divisor",
-    [
-        ({}, 29),  # of 37 labels 8 are ignored
-        (dict(reduction="sum"), 1),
-        (dict(num_valid=50), 50),
-        (dict(num_valid=torch.tensor(50)), 50),
-    ],
-    ids=["mean", "sum", "num_valid", "tensor"],
-)
-def test_the_loss_in_chunks_and_its_gradients_are_those_of_float64(token_tile, options, divisor):
-    hidden, weight, labels = loss_inputs()
-    loss = linear_cross_entropy(hidden, weight, labels, token_tile=token_tile, **options)
-    assert loss.dtype == torch.float32
-    got = with_gradients(loss, hidden, weight)
-    for name, x, truth in zip(
-        ("loss", "hidden", "weight"), got, exact_loss(hidden, weight, labels, divisor)
-    ):
-        assert error(x, truth) <= 1e-6, name
-    assert not got[1][::5].any(), "ignored rows"
-
-
-@pytest.mark.parametrize("token_tile", [None, 5])
-def test_the_loss_of_float64_is_exact(token_tile):
-    hidden, weight, labels = loss_inputs(dtype=torch.float64)
-    loss = linear_cross_entropy(hidden, weight, labels, token_tile=token_tile)
-    assert loss.dtype == torch.float64
-    truth = exact_loss(hidden, weight, labels, 29)
-    for x, want in zip(with_gradients(loss, hidden, weight), truth):
-        assert error(x, want) <= 1e-13
-
-
-def test_in_bf16_the_loss_in_chunks_errs_no_more_than_all_logits_do():
-    hidden, weight, labels = loss_inputs(N=200, dtype=torch.bfloat16)
-    truth = exact_loss(hidden, weight, labels)
-    loss = linear_cross_entropy(hidden, weight, labels, reduction="sum", token_tile=33)
-    got = with_gradients(loss, hidden, weight)
-    assert [x.dtype for x in got] == [torch.float32, torch.bfloat16, torch.bfloat16]
-    whole = model.standard_cross_entropy(hidden, weight, labels, torch.tensor(1.0))
-    plain = with_gradients(whole, hidden, weight)
-    for x, other, want in zip(got, plain, truth):
-        assert error(x, want) <= 1.1 * error(other, want)
-
-
-def test_fp32_weights_get_fp32_gradients_from_a_bf16_loss():
-    hidden, weight, labels = loss_inputs()
-    low = hidden.detach().bfloat16().requires_grad_()
-    got = with_gradients(linear_cross_entropy(low, weight, labels, token_tile=10), low, weight)
-    assert [x.dtype for x in got] == [torch.float32, torch.bfloat16, torch.float32]
-    for x, want in zip(got, exact_loss(low, weight, labels, 29)):
-        assert error(x, want) <= 1e-2
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_loss_of_ignored_labels_alone_is_zero_and_so_are_its_gradients(reduction):
-    hidden, weight, labels = loss_inputs()
-    labels = torch.full_like(labels, IGNORE)
-    loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction, token_tile=10)
-    assert loss.requires_grad
-    assert not any(x.any() for x in with_gradients(loss, hidden, weight))
-
-
-def test_another_number_can_mark_ignored_labels():
-    hidden, weight, labels = loss_inputs()
-    marked = labels.where(labels != IGNORE, 3)
-    got = linear_cross_entropy(hidden, weight, marked, ignore_index=3)
-    want = linear_cross_entropy(hidden, weight, marked.where(marked != 3, IGNORE))
-    assert torch.equal(got, want)
-
-
 def test_the_loss_in_chunks_saves_two_gradients_and_holds_the_logits_of_one_chunk():
     hidden, weight, labels = loss_inputs(N=512, D=16, V=4096)
     saved = []
@@ -959,17 +766,6 @@ def test_a_loss_without_gradients_makes_none():
     with torch.no_grad():
         largest = largest_allocation(lambda: linear_cross_entropy(hidden, weight, labels))
     assert largest < hidden.nbytes, "as large as the gradient of hidden"
-
-
-@pytest.mark.parametrize("frozen", [0, 1], ids=["hidden", "weight"])
-def test_of_a_frozen_input_the_loss_makes_no_gradient_and_of_the_other_the_same_one(frozen):
-    hidden, weight, labels = loss_inputs()
-    want = with_gradients(linear_cross_entropy(hidden, weight, labels), hidden, weight)
-    inputs = [hidden, weight]
-    inputs[frozen] = inputs[frozen].detach()
-    linear_cross_entropy(*inputs, labels).backward()
-    assert inputs[frozen].grad is None
-    assert torch.equal(inputs[1 - frozen].grad, want[2 - frozen])
 
 
 @pytest.mark.parametrize(
@@ -1008,13 +804,15 @@ def test_the_head_sends_any_function_to_its_weight():
     [
         (dict(vocab_size=0), "vocab_size=0"),
         (dict(hidden_size=-4), "hidden_size=-4"),
-        (dict(num_layers=0), "num_layers=0"),
-        (dict(num_heads=0), "num_heads=0"),
         (dict(num_kv_heads=0), "num_kv_heads=0"),
         (dict(head_dim=0), "head_dim=0"),
-        (dict(ffn_size=0), "ffn_size=0"),
         (dict(loss_chunk_size=-1), "loss_chunk_size=-1"),
         (dict(rope_theta=-1.0), "rope_theta=-1.0"),
+        (dict(rope_theta=1.0), "rope_theta=1.0"),
+        (dict(rope_theta=math.inf), "rope_theta=inf"),
+        (dict(logits_threshold_gib=math.nan), "logits_threshold_gib=nan"),
+        (dict(logits_threshold_gib=-1.0), "logits_threshold_gib=-1.0"),
+        (dict(rope_scaling="yarn", rope_factor=math.nan), "rope_factor"),
         (dict(rope_original_context=0), "rope_original_context=0"),
         (dict(norm_eps=0.0), "norm_eps=0.0"),
         (dict(norm_eps=math.nan), "norm_eps=nan"),
@@ -1041,13 +839,6 @@ def test_an_unknown_preset_or_field_names_the_known_ones():
         ModelConfig.preset("tiny", width=3)
 
 
-def test_the_configuration_is_frozen_and_replaceable():
-    config = ModelConfig.preset("tiny", vocab_size=99)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.vocab_size = 3
-    assert dataclasses.replace(config, num_layers=1).vocab_size == 99
-
-
 @pytest.mark.parametrize(
     "arguments,words",
     [
@@ -1069,8 +860,16 @@ def test_the_configuration_is_frozen_and_replaceable():
             "cache and doc_ids",
         ),
         (
-            lambda decoder: dict(tokens_BT=some_tokens(1, 5), cache=decoder.new_cache(1, 4)),
-            "max_length >= 5",
+            lambda decoder: dict(
+                tokens_BT=some_tokens(2, 6), doc_ids=torch.zeros(1, 12, dtype=torch.int32)
+            ),
+            r"doc_ids are \(1, 12\) and tokens \(2, 6\): give one id per token",
+        ),
+        (
+            lambda decoder: dict(
+                tokens_BT=some_tokens(2, 6), positions=torch.zeros(1, 1, dtype=torch.int64)
+            ),
+            r"positions are \(1, 1\) and tokens \(2, 6\)",
         ),
     ],
 )
@@ -1114,63 +913,6 @@ def test_a_state_dict_holds_parameters_alone_and_restores_every_logit(tied):
     assert torch.equal(decoder(tokens), other(tokens))
 
 
-def test_a_few_steps_of_training_learn_a_sequence_by_heart():
-    decoder, tokens = build(init_std=0.05), some_tokens(1, 16)
-    labels = torch.cat([tokens[:, 1:], torch.full((1, 1), IGNORE)], dim=1)
-    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
-    for _ in range(60):
-        loss = decoder(tokens, labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.05
-    assert torch.equal(decoder(tokens)[0, :-1].argmax(-1), tokens[0, 1:])
-
-
-# ---- inputs of the wrong shape
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        (
-            dict(doc_ids=torch.zeros(1, 12, dtype=torch.int32)),
-            "doc_ids are (1, 12) and tokens (2, 6): give one id per token",
-        ),
-        (
-            dict(positions=torch.zeros(1, 1, dtype=torch.int64)),
-            "positions are (1, 1) and tokens (2, 6)",
-        ),
-        (
-            dict(cache=kernels.decoder(ModelConfig.preset("tiny", vocab_size=32)).new_cache(3, 8)),
-            "build it with batch_size=2",
-        ),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_inputs_that_would_broadcast_silently_are_refused(changes, words):
-    decoder = kernels.decoder(ModelConfig.preset("tiny", vocab_size=32))
-    with pytest.raises(ValueError, match=re.escape(words)):
-        decoder(torch.zeros(2, 6, dtype=torch.int64), **changes)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(rope_theta=1.0),
-        dict(rope_theta=math.inf),
-        dict(rope_scaling="yarn", rope_factor=math.nan),
-        dict(logits_threshold_gib=math.nan),
-        dict(logits_threshold_gib=-1.0),
-        dict(norm_eps=0.0),
-    ],
-    ids=str,
-)
-def test_a_number_out_of_range_is_refused_by_name(changes):
-    with pytest.raises(ValueError, match=list(changes)[-1]):
-        ModelConfig.preset("tiny", **changes)
-
-
 @MAKES
 def test_both_losses_take_int32_labels(make):
     tokens = torch.arange(12).view(2, 6)
@@ -1184,8 +926,7 @@ def test_both_losses_take_int32_labels(make):
 # ---- products on a CPU that is slower in bf16
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype, biased", [(torch.bfloat16, True), (torch.float16, False)])
 def test_a_cpu_that_is_faster_in_fp32_multiplies_so_and_rounds(monkeypatch, dtype, biased):
     monkeypatch.setattr("base.machine.fp32_is_faster", lambda dtype: True)
     x, dy = (torch.randn(2, 5, n).to(dtype) for n in (7, 3))

@@ -5,23 +5,18 @@ Letters as in nsa_oracle.py.
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
-from longhaul.sparse.nsa import branches as nsa_branches
 from longhaul.sparse.nsa import decode as nsa_decode
 from longhaul.sparse.nsa import engine as nsa_engine
 from longhaul.sparse.nsa.selected import importance
 from model import (
-    NSA_LEAST,
     Compressor,
     Layout,
     NSAConfig,
@@ -38,6 +33,11 @@ NAMES = ("q", "k_slc", "v_slc", "k_cmp", "v_cmp", "k_win", "v_win", "gates")
 BOTH = pytest.mark.parametrize(
     "attention", [nsa_engine.nsa_attention, plain_nsa_attention], ids=["engine", "plain"]
 )
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the Triton kernels
+TINY_SIZES = dict(cmp_block=4, cmp_stride=2, sel_block=4, sel_count=4, window=8)
+TINY = NSAConfig(**TINY_SIZES)  # sparse from 16 tokens on
+# NumPy, which interprets the kernels, warns of infinities that they expect.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 
 def inputs(T, G=2, M=2, K=16, cfg=SMALL, B=1, dtype=torch.float32, seed=0, documents=None):
@@ -68,6 +68,66 @@ def chosen_mask(block_idx_BTGn, T, cfg):
     return chosen.scatter_(-1, index, True)[..., :J]
 
 
+def fused_attention(*inputs, cu_seqlens=None, return_parts=False):
+    """By the Triton kernels; the parts are those that one forward gives."""
+    *tensors, cfg = inputs
+    results = nsa_engine.nsa_forward(*tensors, cu_seqlens, sizes_of(cfg), True)
+    parts = nsa_engine.Outputs(*results)._asdict()
+    names = ("o", "o_cmp", "o_slc", "block_idx")
+    return {name: parts[name] for name in names} if return_parts else parts["o"]
+
+
+class Way(NamedTuple):
+    """An implementation, and sizes at which it takes several steps."""
+
+    attention: Callable
+    cfg: NSAConfig = SMALL
+    tokens: int = 300
+    groups: int = 2
+    device: str = "cpu"
+    packed: tuple[list[int], ...] = ([5, 200, 1, 90], [1, 1, 1, 7, 8, 9])
+
+    def inputs(self, T, **settings):
+        tensors = inputs(T, G=self.groups, cfg=self.cfg, **settings)
+        return [x.detach().to(self.device).requires_grad_() for x in tensors]
+
+
+def prepare_triton(monkeypatch):
+    """A few dozen tokens make several steps, masked and not, and several segments. What a kernel
+    forgets to write is NaN, or an index out of bounds.
+    """
+    from longhaul.sparse.triton import blocks, nsa, tiles
+
+    if DEVICE == "cpu":
+        small = tiles.TileSizes(rows=32, key_rows=16, blocks=16, segment_rows=32)
+        for module in (nsa, blocks):
+            monkeypatch.setattr(module, "tile_sizes", lambda *sizes: small)
+
+    def poison(make):
+        def made(*args, **kwargs):
+            x = make(*args, **kwargs)
+            return x.fill_(torch.nan if x.is_floating_point() else 30_000)
+
+        return made
+
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+
+
+@pytest.fixture(params=["engine", "plain", "triton"])
+def way(request, monkeypatch):
+    if request.param != "triton":
+        plain = request.param == "plain"
+        yield Way(plain_nsa_attention if plain else nsa_engine.nsa_attention)
+        return
+    pytest.importorskip("triton", reason="triton is not installed: its kernels do not run")
+    prepare_triton(monkeypatch)
+    # PyTorch's attention kernels for GPUs add up by atomics otherwise
+    torch.use_deterministic_algorithms(True)
+    yield Way(fused_attention, TINY, 40, 1, DEVICE, ([5, 19, 1, 3, 4],))
+    torch.use_deterministic_algorithms(False)
+
+
 def relative(x, truth):
     """Norm of the error relative to that of the truth; the norm of x if the truth is zero."""
     scale = truth.norm()
@@ -84,24 +144,23 @@ def compare(attention, tensors, cfg, forward_bound, gradient_bound):
     """Compares the branches and all gradients with the oracle on the same inputs and the same
     chosen blocks; returns (parts, chosen, inputs in float64).
     """
-    with torch.no_grad():
-        parts = attention(*tensors, cfg, return_parts=True)
-    chosen = chosen_mask(parts["block_idx"], tensors[0].shape[1], cfg)
-    truth_in = [x.detach().double().requires_grad_() for x in tensors]
+    parts = attention(*tensors, cfg, return_parts=True)
+    chosen = chosen_mask(parts["block_idx"].cpu(), tensors[0].shape[1], cfg)
+    truth_in = [x.detach().cpu().double().requires_grad_() for x in tensors]
     names = ("o", "o_cmp", "o_slc", "o_win")
     truth = dict(zip(names, oracle.nsa(*truth_in, cfg, chosen), strict=True))
-    for name, want in truth.items():
-        assert relative(parts[name], want) <= forward_bound, name
+    for name in truth.keys() & parts.keys():
+        assert relative(parts[name].detach().cpu(), truth[name]) <= forward_bound, name
 
     make = torch.Generator().manual_seed(9)
     weight = torch.randn(truth["o"].shape, generator=make).to(tensors[0].dtype)
-    grads = torch.autograd.grad(attention(*tensors, cfg), tensors, weight)
+    grads = torch.autograd.grad(parts["o"], tensors, weight.to(tensors[0].device))
     truth_grads = torch.autograd.grad(truth["o"], truth_in, weight.double())
     for name, grad, want in zip(NAMES, grads, truth_grads, strict=True):
         # The softmax over a single visible key has a gradient of exactly 0. What is left then is
         # measured against the gradient's scale.
         bound = gradient_bound if want.norm() > 1e-6 else 1e-5
-        assert relative(grad, want) <= bound, f"gradient of {name}"
+        assert relative(grad.cpu(), want) <= bound, f"gradient of {name}"
     return parts, chosen, truth_in
 
 
@@ -135,15 +194,13 @@ def assert_selection(chosen_BTGJ, truth_in, cfg, slack):
 
 
 @BOTH
-@pytest.mark.parametrize("T", [1, 7, 8, 15, 16, 17, 31, 79, 80, 81, 100, 257, 500])
+@pytest.mark.parametrize("T", [1, 7, 8, 16, 79, 81, 257, slow(500)])
 def test_small_blocks_match_float64_in_every_branch_gradient_and_choice(attention, T):
     _, chosen, truth_in = compare(attention, inputs(T, B=2), SMALL, 2e-5, 6e-5)
     assert_selection(chosen, truth_in, SMALL, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "T", [1, 31, 32, 33, 63, 64, 65, 128, 1023, 1024, 1025, slow(1399), slow(2177)]
-)
+@pytest.mark.parametrize("T", [1, 32, 65, 1023, 1025, slow(2177)])
 def test_default_blocks_match_float64_in_every_branch_gradient_and_choice(T):
     cfg = NSAConfig()
     tensors = inputs(T, G=1, M=4, K=32, cfg=cfg)
@@ -159,9 +216,7 @@ def test_plain_version_matches_float64_past_the_dense_length():
 
 
 @BOTH
-@pytest.mark.parametrize(
-    "G, M", [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (8, 1), (1, 8), (1, 16), (2, 3)]
-)
+@pytest.mark.parametrize("G, M", [(1, 1), (8, 1), (1, 16), (2, 3)])
 def test_every_group_size_matches_float64(attention, G, M):
     _, chosen, truth_in = compare(attention, inputs(203, G, M), SMALL, 2e-5, 6e-5)
     assert_selection(chosen, truth_in, SMALL, 1e-5)
@@ -171,11 +226,8 @@ def test_every_group_size_matches_float64(attention, G, M):
     "sizes",
     [
         dict(cmp_block=16, cmp_stride=16),
-        dict(cmp_block=4, cmp_stride=4),
         dict(cmp_block=16, cmp_stride=4),
-        dict(sel_init=0, sel_local=1),
         dict(sel_init=2, sel_local=3),
-        dict(sel_count=6, sel_init=3, sel_local=1),
         dict(sel_count=1, sel_init=0, sel_local=1),
         dict(window=1),
         dict(window=1000),
@@ -196,34 +248,6 @@ def test_bf16_is_within_its_rounding_and_ranks_in_fp32(T, cfg, K):
     tensors = inputs(T, G=1, M=4, K=K, cfg=cfg, dtype=torch.bfloat16)
     _, chosen, truth_in = compare(nsa_engine.nsa_attention, tensors, cfg, 1.5e-2, 1.5e-2)
     assert_selection(chosen, truth_in, cfg, 1e-4)
-
-
-@pytest.mark.parametrize("K", [32, 128])
-def test_bf16_logits_keep_fp32_precision(K):
-    q = torch.randn(64, K).bfloat16() * 8
-    k = torch.randn(96, K).bfloat16() * 8
-    truth = q.double() @ k.double().T
-    bound = 2**-16 * truth.abs().max()
-
-    buffers = nsa_branches.Buffers(q)
-    logits = nsa_branches.product_fp32(q, k, buffers, "one")
-    assert (logits - truth).abs().max() <= bound
-    (batch_of_one,) = nsa_branches.product_fp32(q[None], k[None], buffers, "batch")
-    assert (batch_of_one - truth).abs().max() <= bound
-
-
-def test_engine_and_plain_version_agree_on_a_longer_sequence():
-    tensors = inputs(1500, G=2, M=2)
-    weight = torch.randn_like(tensors[0])
-
-    engine_o = nsa_engine.nsa_attention(*tensors, SMALL)
-    plain_o = plain_nsa_attention(*tensors, SMALL)
-    assert relative(engine_o, plain_o.double()) <= 1e-5
-
-    engine_grads = torch.autograd.grad(engine_o, tensors, weight)
-    plain_grads = torch.autograd.grad(plain_o, tensors, weight)
-    for x, y in zip(engine_grads, plain_grads, strict=True):
-        assert relative(x, y.double()) <= 1e-5
 
 
 # ---- extreme inputs
@@ -308,31 +332,11 @@ def test_nothing_in_the_future_matters(attention):
         assert (g[:, n:] == 0).all(), name
 
 
-@BOTH
-def test_up_to_n_blocks_the_selected_branch_is_full_attention(attention):
-    T = SMALL.sel_count * SMALL.sel_block
-    tensors = inputs(T)
-    with torch.no_grad():
-        o_slc = attention(*tensors, SMALL, return_parts=True)["o_slc"]
-        assert relative(o_slc, oracle.causal(*tensors[:3])) <= 1e-6
-
-
-@BOTH
-def test_the_choice_of_blocks_carries_no_gradient(attention):
-    tensors = inputs(200)
-    o_slc = attention(*tensors, SMALL, return_parts=True)["o_slc"]
-    grads = torch.autograd.grad(
-        o_slc.sum(), tensors[3:5], materialize_grads=True, allow_unused=True
-    )
-    assert all((g == 0).all() for g in grads)
-
-
 # ---- determinism, documents
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_repeats_are_bit_identical(dtype):
-    tensors = inputs(1100, dtype=dtype)
+def test_repeats_are_bit_identical():
+    tensors = inputs(1100, dtype=torch.bfloat16)
     weight = torch.randn_like(tensors[0])
 
     def results():
@@ -368,21 +372,6 @@ def test_packed_documents_equal_separate_ones_exactly(attention, documents):
         assert all_equal(parts, grads)
 
 
-@BOTH
-def test_boundaries_may_be_int32_and_chosen_blocks_are_int64(attention):
-    documents = [90, 30, 80]
-    tensors = inputs(200, documents=documents)
-    weight = torch.randn_like(tensors[0])
-    results = []
-    for dtype in (torch.int64, torch.int32):
-        cu = boundaries(documents).to(dtype)
-        parts = attention(*tensors, SMALL, cu_seqlens=cu, return_parts=True)
-        o = attention(*tensors, SMALL, cu_seqlens=cu)
-        results.append([*parts.values(), o, *torch.autograd.grad(o, tensors, weight)])
-        assert parts["block_idx"].dtype == torch.int64
-    assert all_equal(*results)
-
-
 # ---- compression and decoding
 
 
@@ -403,9 +392,16 @@ def compressor(cfg, K=16):
     return module
 
 
-@pytest.mark.parametrize("kind", ["mlp", "mean"])
 @pytest.mark.parametrize(
-    "T, sizes", [(8, (8, 4)), (11, (8, 4)), (100, (8, 4)), (50, (16, 4)), (33, (8, 8)), (5, (8, 4))]
+    "kind, T, sizes",
+    [
+        ("mlp", 8, (8, 4)),
+        ("mean", 11, (8, 4)),
+        ("mlp", 100, (8, 4)),
+        ("mean", 50, (16, 4)),
+        ("mlp", 33, (8, 8)),
+        ("mlp", 5, (8, 4)),
+    ],
 )
 def test_compression_and_its_gradients_match_the_equation(kind, T, sizes):
     cmp_block, cmp_stride = sizes
@@ -442,7 +438,7 @@ def test_compression_and_its_gradients_match_the_equation(kind, T, sizes):
             assert relative(g, w.double()) <= 6e-5
 
 
-@pytest.mark.parametrize("sizes", [(8, 4), (32, 16), (64, 8)])
+@pytest.mark.parametrize("sizes", [(8, 4), (64, 8)])
 def test_the_mean_of_a_block_in_bf16_is_rounded_once(sizes):
     cmp_block, cmp_stride = sizes
     cfg = NSAConfig(cmp_block=cmp_block, cmp_stride=cmp_stride, cmp_kind="mean")
@@ -454,143 +450,14 @@ def test_the_mean_of_a_block_in_bf16_is_rounded_once(sizes):
     assert ((mean - exact).abs() <= one_rounding + 1e-6).all()
 
 
-def test_compression_with_a_zero_second_matrix_is_the_mean():
-    x = torch.randn(1, 100, 2, 16)
-    mlp = compressor(NSAConfig(cmp_kind="mlp"))
-    mean = compressor(NSAConfig(cmp_kind="mean"))
-    layout = Layout.of(None, (1, 100), NSAConfig(), "cpu")
-    with torch.no_grad():
-        mlp.k_w2.zero_()
-        mlp.v_w2.zero_()
-        mlp.norm_weight.copy_(mean.norm_weight)
-        assert all_equal(mlp(x, x, rope, layout), mean(x, x, rope, layout))
-
-
-def test_compression_restarts_at_every_document():
-    documents = [40, 3, 8, 21]
-    module = compressor(SMALL)
-    x = torch.randn(1, 72, 2, 16)
-    cu = boundaries(documents)
-    position = torch.cat([torch.arange(n) for n in documents])
-
-    def rope_of_documents(k, token):
-        return rope(k, position[token])
-
-    packed = module(x, x, rope_of_documents, Layout.of(cu, (1, 72), SMALL, "cpu"))
-    separate = []
-    for a, b in itertools.pairwise(cu.tolist()):
-        document = x[:, a:b]
-        layout = Layout.of(None, (1, b - a), SMALL, "cpu")
-        separate.append(module(document, document, rope, layout))
-    for i in range(2):
-        joined = torch.cat([y[i] for y in separate], 1)
-        assert torch.allclose(packed[i], joined, rtol=0, atol=1e-6)
-
-
-def test_the_layout_of_packed_documents_goes_to_a_gpu_through_pinned_memory(monkeypatch):
-    pinned = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x) or x)
-    arguments = boundaries([40, 3, 8, 21]), (1, 72), SMALL
-    on_host = Layout.of(*arguments, "cpu")
-    assert pinned == []
-
-    sent = []
-
-    def send(x, device, non_blocking):
-        assert device == "cuda" and non_blocking
-        sent.append(x)
-        return x
-
-    monkeypatch.setattr(torch.Tensor, "to", send)
-    layout = Layout.of(*arguments, "cuda")
-    monkeypatch.undo()
-    assert len(sent) == len(pinned) == 3
-    assert all(x is y for x, y in zip(sent, pinned, strict=True))
-    assert all_equal(layout[1:4], on_host[1:4])
-
-
-def decode_case(T, cfg=SMALL, B=2, G=2, M=2, K=16, dtype=torch.float32):
-    """(rotated q, raw k, rotated k, v, gates) of T tokens; one K/V for all branches."""
-    make = torch.Generator().manual_seed(5)
-    q, k, v = (torch.randn(B, T, h, K, generator=make).to(dtype) for h in (G * M, G, G))
-    gates = torch.randn(B, T, G * M, 3, generator=make).sigmoid().to(dtype)
-    position = torch.arange(T)
-    return rope(q, position), k, rope(k, position), v, gates
-
-
-KV = pytest.mark.parametrize("kv", ["shared", "separate"])
-
-
-def rotation(a, b):
-    """cos and sin of the positions a to b - 1, [2, T, 1, 8] each."""
-    position = torch.arange(a, b)[:, None, None]
-    angle = (position * 10_000.0 ** (-torch.arange(0, 16, 2) / 16)).expand(2, -1, -1, -1)
-    return angle.cos(), angle.sin()
-
-
-def layer_inputs(case, a, b):
-    """What the layer gives its cache for the tokens a to b - 1."""
-    q, k_raw, k, v, gates = (x[:, a:b] for x in case)
-    return q, k, v, k_raw, v, k, v, gates
-
-
-def decode_on(state, case, module, a, b):
-    """o of each of the tokens a to b - 1."""
-    steps = [(layer_inputs(case, t, t + 1), rotation(t, t + 1)) for t in range(a, b)]
-    return [state.decode(*step, module) for step in steps]
-
-
-@KV
-@pytest.mark.parametrize("prompt", [0, 1, 7, 8, 50, 81, 163])
-def test_prefill_then_decoding_equals_the_full_forward(prompt, kv):
-    T = 220
-    module = compressor(SMALL)
-    case = decode_case(T)
-    q, k_raw, k, v, gates = case
-    with torch.no_grad():
-        k_cmp, v_cmp = module(k_raw, v, rope, Layout.of(None, (1, T), SMALL, "cpu"))
-        full = nsa_engine.nsa_attention(q, k, v, k_cmp, v_cmp, k, v, gates, SMALL)
-
-        state = nsa_decode.NSAState(replace(SMALL, kv=kv), 2, T, 2, 16)
-        if prompt:
-            state.take_prompt(layer_inputs(case, 0, prompt), rotation(0, prompt), module)
-        decoded = torch.cat(decode_on(state, case, module, prompt, T), 1)
-    assert (decoded - full[:, prompt:]).abs().max() <= 2e-5
-
-
-@KV
-@pytest.mark.parametrize("T", [5, 8, 100])
-def test_prefill_leaves_the_state_of_token_by_token_decoding(T, kv):
-    module = compressor(SMALL)
-    case = decode_case(T)
-    at_once, token_by_token = (
-        nsa_decode.NSAState(replace(SMALL, kv=kv), 2, 128, 2, 16) for _ in range(2)
-    )
-    with torch.no_grad():
-        at_once.take_prompt(layer_inputs(case, 0, T), rotation(0, T), module)
-        decode_on(token_by_token, case, module, 0, T)
-
-    assert token_by_token.length == at_once.length
-    for found, want in zip(token_by_token.stored(), at_once.stored(), strict=True):
-        assert torch.equal(found, want)
-    assert torch.equal(token_by_token.raw_2BlGK, at_once.raw_2BlGK)
-    centres = [t % 8 for t in range(max(0, T - 8), T) if t % 4 == 0]  # others turn no block
-    assert torch.equal(token_by_token.turn_2Bl1K[:, :, centres], at_once.turn_2Bl1K[:, :, centres])
-    if kv == "separate":
-        assert torch.equal(token_by_token.win_2BwGK, at_once.win_2BwGK)
-    assert torch.allclose(token_by_token.cmp_2BNGK, at_once.cmp_2BNGK, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "sizes",
     [
-        {},
         dict(sel_init=0, sel_local=1),
         dict(sel_init=2, sel_local=3),
         dict(cmp_block=16),
-        dict(cmp_block=4),
+        dict(cmp_block=4, sel_count=3),
         dict(cmp_block=16, cmp_stride=16),
-        dict(sel_count=3),
     ],
 )
 def test_a_decoded_token_chooses_the_blocks_of_the_rule_ties_included(sizes):
@@ -626,7 +493,7 @@ def results(tensors):
     return o, *torch.autograd.grad(o.square().sum(), tensors)
 
 
-@pytest.mark.parametrize("G, B", [(1, 1), (2, 1), (2, 3)])
+@pytest.mark.parametrize("G, B", [(1, 1), (2, 3)])
 def test_two_threads_give_the_bits_of_one(two_threads, G, B):
     tensors = inputs(300, G=G, B=B)
     both = results(tensors)
@@ -665,12 +532,7 @@ def test_no_row_gives_no_result(two_threads):
 
 @pytest.mark.parametrize(
     "dtype, documents",
-    [
-        (torch.float32, None),
-        (torch.bfloat16, [30, 90]),
-        slow(torch.float32, [30, 90]),
-        slow(torch.bfloat16, None),
-    ],
+    [(torch.float32, None), (torch.bfloat16, [30, 90])],
 )
 def test_opcheck_passes_for_forward_and_backward(dtype, documents):
     cu = None if documents is None else boundaries(documents)
@@ -684,12 +546,11 @@ def test_opcheck_passes_for_forward_and_backward(dtype, documents):
     torch.library.opcheck(nsa_engine.nsa_backward, (do, *plain, *saved, cu, sizes))
 
 
-@pytest.mark.parametrize("dynamic", [True, slow(False)])
-def test_fullgraph_compile_gives_the_eager_result(dynamic):
+def test_fullgraph_compile_gives_the_eager_result():
     compiled = torch.compile(
         lambda *x: nsa_engine.nsa_attention(*x, SMALL) * 2,
         fullgraph=True,
-        dynamic=dynamic,
+        dynamic=True,
         backend="aot_eager",
     )
     for T in (100, 132):
@@ -700,64 +561,6 @@ def test_fullgraph_compile_gives_the_eager_result(dynamic):
         eager_grads = torch.autograd.grad(eager.sum(), tensors)
         fast_grads = torch.autograd.grad(fast.sum(), tensors)
         assert all_equal(eager_grads, fast_grads)
-
-
-def test_meta_tensors_get_the_right_shapes_at_131072_tokens():
-    cfg = NSAConfig()
-    T = 131_072
-    N = cfg.compressed_blocks(T)
-    with torch.device("meta"):
-        q = torch.empty(1, T, 32, 128, requires_grad=True)
-        kv = [torch.empty(1, n, 8, 128, requires_grad=True) for n in (T, T, N, N, T, T)]
-        gates = torch.empty(1, T, 32, 3)
-
-    parts = nsa_engine.nsa_attention(q, *kv, gates, cfg, return_parts=True)
-    assert parts["o"].shape == q.shape
-    assert parts["block_idx"].shape == (1, T, 8, 16)
-    parts["o"].sum().backward()
-    assert all(x.grad.shape == x.shape for x in (q, *kv))
-
-
-def test_checkpointing_recomputes_and_selective_checkpointing_runs_the_forward_once(monkeypatch):
-    calls = []
-    forward_stream = nsa_engine._forward_stream
-
-    def counted(*args):
-        calls.append(1)
-        forward_stream(*args)
-
-    monkeypatch.setattr(nsa_engine, "_forward_stream", counted)
-    tensors = inputs(120, G=1)
-
-    def layer(*x):
-        return nsa_engine.nsa_attention(*x, SMALL).square()
-
-    def policy(_, op, *args, **kwargs):
-        saved = torch.ops.longhaul.nsa_forward.default
-        return CheckpointPolicy.MUST_SAVE if op is saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def checkpointed():
-        return checkpoint(layer, *tensors, use_reentrant=False)
-
-    def selectively_checkpointed():
-        return checkpoint(
-            layer,
-            *tensors,
-            use_reentrant=False,
-            context_fn=lambda: create_selective_checkpoint_contexts(policy),
-        )
-
-    def gradients_and_calls(run):
-        calls.clear()
-        grads = torch.autograd.grad(run().sum(), tensors)
-        return grads, len(calls)
-
-    want, plain_calls = gradients_and_calls(lambda: layer(*tensors))
-    recomputed, recompute_calls = gradients_and_calls(checkpointed)
-    saved, selective_calls = gradients_and_calls(selectively_checkpointed)
-    assert (plain_calls, recompute_calls, selective_calls) == (1, 2, 1)
-    assert all_equal(recomputed, want)
-    assert all_equal(saved, want)
 
 
 def test_non_contiguous_inputs_and_expanded_gradients_are_fine():
@@ -795,9 +598,9 @@ def largest_tensor(T):
 
 @pytest.mark.slow
 def test_the_largest_tensor_grows_linearly_with_the_tokens():
-    at_4k, at_8k, at_16k = (largest_tensor(T) for T in (4096, 8192, 16384))
-    assert at_16k <= 2.2 * at_8k <= 2.2**2 * at_4k
-    assert at_16k < 16384**2  # a [T, T] mask of one byte
+    at_2k, at_4k, at_8k = (largest_tensor(T) for T in (2048, 4096, 8192))
+    assert at_8k <= 2.2 * at_4k <= 2.2**2 * at_2k
+    assert at_8k < 8192**2  # a [T, T] mask of one byte
 
 
 # ---- bad input
@@ -811,13 +614,12 @@ def test_the_largest_tensor_grows_linearly_with_the_tokens():
         (dict(cmp_block=128), "cmp_block <= sel_block"),
         (dict(sel_count=2), "sel_init \\+ sel_local"),
         (dict(window=0), "window=0"),
-        (dict(sel_local=0), "sel_local=0"),
         (dict(sel_init=-1), "sel_init=-1"),
         (dict(cmp_kind="max"), "'mlp' or 'mean'"),
         (dict(kv="both"), "'shared' or 'separate'"),
-        (dict(cmp_stride=0), "cmp_stride=0"),
         (dict(window=1.5), "window=1.5; allowed: window an integer >= 1"),
         (dict(window=True), "window=True; allowed: window an integer >= 1"),
+        (dict(sel_block="32"), "given sel_block='32'; allowed: sel_block an integer >= "),
         (dict(cmp_kind=3), "cmp_kind=3; allowed: cmp_kind 'mlp' or 'mean'"),
     ],
 )
@@ -826,38 +628,34 @@ def test_a_bad_config_names_value_rule_and_remedy(bad, words):
         NSAConfig(**bad)
 
 
-@pytest.mark.parametrize("name", NSA_LEAST)
-def test_a_size_given_as_text_names_the_field_and_what_is_allowed(name):
-    with pytest.raises(ValueError, match=f"given {name}='32'; allowed: {name} an integer >= "):
-        NSAConfig(**{name: "32"})
+@BOTH
+@pytest.mark.parametrize(
+    "cu, words",
+    [
+        (torch.tensor([1, 120]), "increasing from 0 to T"),
+        (torch.tensor([0, 119], dtype=torch.int32), "increasing from 0 to T"),
+        (torch.tensor([0, 50, 50, 120]), "increasing from 0 to T"),
+        (torch.tensor([0.0, 120.0]), "allowed: int32 or int64 \\[documents \\+ 1\\]"),
+        (torch.tensor([0]), "allowed: int32 or int64 \\[documents \\+ 1\\]"),
+        (torch.tensor([[0, 120]]), "allowed: int32 or int64 \\[documents \\+ 1\\]"),
+        ([0, 120], "cu_seqlens as a list"),
+        (torch.tensor([0, 60, 120]), "compress every document"),
+    ],
+)
+def test_bad_cu_seqlens_are_refused(attention, cu, words):
+    with pytest.raises(ValueError, match=words):
+        attention(*inputs(120), SMALL, cu_seqlens=cu)
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("cu", [[1, 120], [0, 119], [0, 50, 50, 120], [0, 60, 30, 120]])
-def test_bad_cu_seqlens_are_refused(attention, cu, dtype):
-    with pytest.raises(ValueError, match="increasing from 0 to T"):
-        attention(*inputs(120), SMALL, cu_seqlens=torch.tensor(cu, dtype=dtype))
-
-
-@BOTH
-def test_wrong_shapes_head_counts_and_dtypes_are_refused(attention):
-    q, k, v, k_cmp, v_cmp, k_win, v_win, gates = inputs(120, G=2, M=2)
-    with pytest.raises(ValueError, match="3 query heads, 2 KV heads"):
-        attention(q[:, :, :3], k, v, k_cmp, v_cmp, k_win, v_win, gates[:, :, :3], SMALL)
-    with pytest.raises(ValueError, match="shape"):
-        attention(q, k, v, k_cmp[:, 1:], v_cmp, k_win, v_win, gates, SMALL)
-    with pytest.raises(ValueError, match="float64"):
-        attention(q, k.double(), v, k_cmp, v_cmp, k_win, v_win, gates, SMALL)
-
-
-@BOTH
-def test_boundaries_of_a_wrong_type_or_shape_are_refused(attention):
-    tensors = inputs(120)
-    for cu in (torch.tensor([0.0, 120.0]), torch.tensor([[0, 120]]), torch.tensor([0])):
-        with pytest.raises(ValueError, match="allowed: int32 or int64 \\[documents \\+ 1\\]"):
-            attention(*tensors, SMALL, cu_seqlens=cu)
-    with pytest.raises(ValueError, match="cu_seqlens as a list"):
-        attention(*tensors, SMALL, cu_seqlens=[0, 120])
-    with pytest.raises(ValueError, match="compress every document"):
-        attention(*tensors, SMALL, cu_seqlens=torch.tensor([0, 60, 120]))
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda q, k, *more: (q[:, :, :3], k, *more), "3 query heads, 2 KV heads"),
+        (lambda q, k, v, k_cmp, *more: (q, k, v, k_cmp[:, 1:], *more), "shape"),
+        (lambda q, k, *more: (q, k.double(), *more), "float64"),
+    ],
+)
+def test_wrong_shapes_head_counts_and_dtypes_are_refused(attention, change, words):
+    with pytest.raises(ValueError, match=words):
+        attention(*change(*inputs(120)), SMALL)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from longhaul import kernels, qwen3
 from longhaul.checkpoint.load import load_model, verified
 from model import Decoder, ModelConfig, NSAConfig
+from scripts import convert_qwen3
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip(
@@ -122,23 +123,17 @@ def assert_same_logits(ours: Decoder, theirs, tolerance: float = 1e-5):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_imported_logits_equal_those_of_transformers(tmp_path, shape):
+def test_logits_equal_those_of_transformers_and_a_round_trip_keeps_every_bit(tmp_path, shape):
     reference = saved(tmp_path / "hf", **SHAPES[shape])
     decoder = qwen3.from_hf(tmp_path / "hf")
     assert decoder.num_params() == reference.num_parameters()
     assert_same_logits(decoder, reference)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_round_trip_keeps_every_bit_and_the_configuration(tmp_path, shape):
-    reference = saved(tmp_path / "hf", **SHAPES[shape])
-    qwen3.to_hf(qwen3.from_hf(tmp_path / "hf"), tmp_path / "back")
+    qwen3.to_hf(decoder, tmp_path / "back")
     assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
     theirs = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "back")
     for key in COMPARED:
         assert getattr(theirs.config, key) == getattr(reference.config, key), key
-    assert_same_logits(qwen3.from_hf(tmp_path / "back"), theirs)
-    assert qwen3.from_hf(tmp_path / "back").config == qwen3.from_hf(tmp_path / "hf").config
+    assert qwen3.from_hf(tmp_path / "back").config == decoder.config
 
 
 @pytest.mark.parametrize("shape", ["untied", "linear", "yarn"])
@@ -195,38 +190,24 @@ def small(**changes) -> ModelConfig:
     )
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        dict(tie_embeddings=False),
-        dict(rope_scaling="linear", rope_factor=2.0, rope_original_context=100),
-        dict(rope_scaling="yarn", rope_factor=2.0, rope_original_context=64, rope_theta=1e4),
-    ],
-)
-def test_exported_logits_equal_those_of_transformers(tmp_path, changes):
-    decoder = kernels.decoder(small(init_std=0.2, **changes))
-    qwen3.to_hf(decoder, tmp_path / "hf")
-    assert_same_logits(
-        decoder, transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    )
-    assert qwen3.from_hf(tmp_path / "hf").config == decoder.config
-
-
 @pytest.mark.parametrize("rope", ["none", "linear", "yarn", "llama3"])
-@pytest.mark.parametrize("span", [1_000, 32_768, 131_072])
-def test_logits_at_positions_spread_over_a_long_context_equal_those_of_transformers(
-    tmp_path, rope, span
-):
+def test_logits_at_positions_spread_over_a_long_context_equal_those_of_transformers(tmp_path, rope):
     """A frequency that differs in its last bit turns far positions by up to 0.007 radians."""
     scaling = dict(rope_scaling=rope, rope_factor=4.0, rope_original_context=32_768)
     decoder = kernels.decoder(
-        small(init_std=0.2, head_dim=128, rope_theta=1e6, **({} if rope == "none" else scaling))
+        small(
+            init_std=0.2,
+            head_dim=128,
+            rope_theta=1e6,
+            tie_embeddings=rope != "linear",
+            **({} if rope == "none" else scaling),
+        )
     )
     qwen3.to_hf(decoder, tmp_path)
+    assert qwen3.from_hf(tmp_path).config == decoder.config
     reference = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path).eval()
 
-    positions_BT = torch.linspace(0, span - 1, 48).long()[None]
+    positions_BT = torch.linspace(0, 131_071, 48).long()[None]
     tokens_BT = torch.randint(0, 97, (1, 48))
     with torch.no_grad():
         theirs = reference(tokens_BT, position_ids=positions_BT).logits
@@ -353,21 +334,6 @@ def test_weights_load_into_a_sharded_decoder(tmp_path):
         assert_same_tensors(gathered, whole)
 
 
-def test_an_imported_decoder_trains(tmp_path):
-    saved(tmp_path, tie_word_embeddings=True)
-    decoder = qwen3.from_hf(tmp_path)
-    tokens = torch.arange(20)[None]
-    decoder(tokens, tokens.roll(-1)).backward()
-    assert all(p.grad.isfinite().all() for p in decoder.parameters())
-
-
-def test_names_map_one_to_one():
-    decoder = kernels.decoder(small(tie_embeddings=False))
-    names = [qwen3.hf_name(name) for name, _ in decoder.named_parameters()]
-    assert len(set(names)) == len(names)
-    assert set(names) == set(random_model(num_hidden_layers=2).state_dict())
-
-
 # ---------------------------------------------------------------------------------------- bad input
 
 
@@ -375,30 +341,16 @@ def bad_config(**changes):
     return lambda folder: edit_config(folder, **changes)
 
 
+def with_tensor(name: str, tensor: torch.Tensor):
+    return lambda folder: save_file(
+        tensors_of(folder) | {name: tensor}, folder / "model.safetensors"
+    )
+
+
 def drop_tensor(folder: Path):
     tensors = tensors_of(folder)
     del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors")
-
-
-def add_tensor(folder: Path):
-    save_file(
-        tensors_of(folder) | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)},
-        folder / "model.safetensors",
-    )
-
-
-def misshape(folder: Path):
-    save_file(
-        tensors_of(folder) | {"model.norm.weight": torch.zeros(47)}, folder / "model.safetensors"
-    )
-
-
-def integers(folder: Path):
-    save_file(
-        tensors_of(folder) | {"model.norm.weight": torch.zeros(48, dtype=torch.int8)},
-        folder / "model.safetensors",
-    )
 
 
 def pickled(folder: Path):
@@ -425,29 +377,17 @@ def index_of(weight_map):
     )
 
 
-def different_head(folder: Path):
-    tensors = tensors_of(folder)
-    save_file(
-        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1},
-        folder / "model.safetensors",
-    )
-
-
 BAD = [
     (lambda folder: (folder / "config.json").unlink(), "config.json is not readable"),
     (lambda folder: (folder / "config.json").write_text("{"), "config.json is not readable"),
     (lambda folder: (folder / "config.json").write_text("[]"), "model_type is None"),
     (bad_config(model_type="mistral"), "model_type is 'mistral'.*dense model of Qwen3"),
-    (bad_config(model_type="qwen3_moe"), "model_type is 'qwen3_moe'"),
-    (bad_config(model_type=...), "model_type is None"),
-    (bad_config(hidden_size=...), "hidden_size=None: give a whole number"),
     (bad_config(hidden_size="48"), "hidden_size='48': give a whole number"),
     (bad_config(num_key_value_heads=3), "not divisible by num_kv_heads=3"),
     (bad_config(attention_bias=True), "attention_bias=True is not supported"),
     (bad_config(use_sliding_window=True), "use_sliding_window=True is not supported"),
     (bad_config(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
     (bad_config(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
-    (bad_config(attention_dropout=0.1), "attention_dropout=0.1 is not supported"),
     (bad_config(quantization_config=dict(quant_method="fp8")), "quantization_config="),
     (
         bad_config(rope_parameters=dict(rope_type="dynamic", factor=2.0)),
@@ -468,31 +408,34 @@ BAD = [
         "attention_factor=1.0 is not supported",
     ),
     (
-        bad_config(rope_scaling=dict(rope_type="yarn", factor=4.0, truncate=False)),
-        "truncate=False is not supported",
-    ),
-    (
         bad_config(rope_parameters=dict(full_attention=dict(rope_type="default"))),
         "full_attention=.* is not supported",
     ),
     (bad_config(rope_scaling=dict(rope_type="linear", factor=0.5)), "give a factor above 1"),
-    (bad_config(rope_scaling=dict(rope_type="linear", factor=0)), "give a factor above 1"),
     (bad_config(rope_scaling=dict(rope_type="yarn", factor=-2)), "give a factor above 1"),
     (bad_config(num_hidden_layers=3), "lacks model.layers.2.* and 10 more"),
     (bad_config(num_hidden_layers=1), "also holds model.layers.1.* and 10 more"),
-    (bad_config(tie_word_embeddings=True), "lm_head.weight differs from the embedding"),
+    (bad_config(tie_word_embeddings=True), "lm_head.weight differs .*tie_word_embeddings to false"),
     (bad_config(vocab_size=98), r"\(97, 48\) and config.json says \(98, 48\)"),
     (drop_tensor, "lacks model.layers.1.mlp.up_proj.weight and 1 more"),
-    (add_tensor, "also holds model.layers.0.self_attn.q_proj.bias,"),
-    (misshape, r"model.norm.weight has shape \(47,\)"),
-    (integers, "stored as I8: convert it"),
+    (
+        with_tensor("model.layers.0.self_attn.q_proj.bias", torch.zeros(64)),
+        "also holds model.layers.0.self_attn.q_proj.bias,",
+    ),
+    (
+        with_tensor("model.norm.weight", torch.zeros(47)),
+        r"model.norm.weight has shape \(47,\)",
+    ),
+    (
+        with_tensor("model.norm.weight", torch.zeros(48, dtype=torch.int8)),
+        "stored as I8: convert it",
+    ),
     (pickled, "pytorch_model.bin is a pickle.*not opened: convert to safetensors"),
     (no_weights, "model.safetensors cannot be read.*No such file"),
     (truncated, "cannot be read"),
     (huge_header, "cannot be read"),
     (index_of({"a": "../model.safetensors"}), "outside its folder"),
     (index_of({"a": "missing.safetensors"}), "missing.safetensors cannot be read"),
-    (index_of(["a"]), "garbled"),
     (index_of({"a": 3}), "garbled"),
 ]
 
@@ -513,13 +456,6 @@ def test_a_bad_folder_is_one_line_that_names_the_fault(tmp_path, good, spoil, wo
     with pytest.raises(ValueError, match=words) as caught:
         qwen3.from_hf(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_a_tied_folder_with_another_head_is_refused(tmp_path):
-    saved(tmp_path, tie_word_embeddings=True)
-    different_head(tmp_path)
-    with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
-        qwen3.from_hf(tmp_path)
 
 
 def test_an_export_never_overwrites_and_leaves_no_traces_of_a_refusal(tmp_path):
@@ -550,96 +486,36 @@ def test_attention_without_a_qwen3_counterpart_is_not_exported(tmp_path):
 # ------------------------------------------------------------------------------------- command line
 
 
-def convert(*args) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "scripts.convert_qwen3", *map(str, args)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def test_the_command_imports_to_a_checkpoint_and_exports_the_same_bits(tmp_path):
+def test_the_command_imports_to_a_checkpoint_and_exports_the_same_bits_or_casts(tmp_path, capsys):
     reference = saved(tmp_path / "hf", **SHAPES["yarn"], tie_word_embeddings=True)
-    done = convert("--input", tmp_path / "hf", "--output", tmp_path / "run")
-    assert done.returncode == 0 and done.stdout == f"wrote {tmp_path}/run/step-00000000\n", (
-        done.stderr
-    )
-    assert_same_logits(load_model(verified(tmp_path / "run" / "step-00000000")), reference)
-    words = ["--checkpoint", tmp_path / "run", "--tokenizer", "none"]
-    done = convert(*words, "--output", tmp_path / "back")
-    assert done.returncode == 0, done.stderr
-    assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
+    command = [sys.executable, "-m", "scripts.convert_qwen3", "--from-hf", str(tmp_path / "hf")]
+    command += ["--output", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    step = tmp_path / "run" / "step-00000000"
+    assert done.returncode == 0 and done.stdout == f"wrote {step}\n", done.stderr
+    assert_same_logits(load_model(verified(step)), reference)
+
+    whole = tensors_of(tmp_path / "hf")
+    flags = ["--tokenizer", "none", "--output"]
+    convert_qwen3.main(["--checkpoint", str(tmp_path / "run"), *flags, str(tmp_path / "back")])
+    assert_same_tensors(whole, tensors_of(tmp_path / "back"))
+    flags = ["--dtype", "bfloat16", *flags]
+    convert_qwen3.main(["--checkpoint", str(step), *flags, str(tmp_path / "half")])
+    halves = {name: tensor.bfloat16() for name, tensor in whole.items()}
+    assert_same_tensors(halves, tensors_of(tmp_path / "half"))
 
 
-def test_conversion_casts_when_asked_and_takes_the_newest_step(tmp_path):
-    from scripts.convert_qwen3 import main
-
+def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys):
     saved(tmp_path / "hf")
-    main(["--from-hf", str(tmp_path / "hf"), "--output", str(tmp_path / "run")])
-    main(
-        [
-            "--checkpoint",
-            str(tmp_path / "run" / "step-00000000"),
-            "--output",
-            str(tmp_path / "half"),
-            "--dtype",
-            "bfloat16",
-            "--tokenizer",
-            "none",
-        ]
-    )
-    whole, half = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "half")
-    assert_same_tensors({name: tensor.bfloat16() for name, tensor in whole.items()}, half)
-
-
-@pytest.mark.parametrize(
-    "arguments,words",
-    [
-        (["--input", "nowhere", "--output", "new"], "config.json is not readable"),
-        (
-            ["--checkpoint", "nowhere", "--output", "new"],
-            "is not a checkpoint and does not contain one: name a run",
-        ),
-        (["--checkpoint", "torn", "--output", "new"], "is not a readable checkpoint"),
-        (["--input", "hf", "--output", "used"], "is not empty: choose another"),
-        (["--checkpoint", "hf", "--output", "used"], "is not empty: choose another"),
-        (["--output", "new"], "--input"),
-        (
-            ["--input", "hf", "--checkpoint", "run", "--output", "new"],
-            "exclude each other: keep one",
-        ),
-        (["--input", "hf"], "--output"),
-        (["--inputs", "hf", "--input", "hf", "--output", "new"], "did you mean --input?"),
-        (["--input", "hf", "--output", "new", "--dtype", "fp4"], "keep"),
-    ],
-)
-def test_bad_input_exits_2_with_one_line_and_writes_nothing(
-    tmp_path, monkeypatch, capsys, arguments, words
-):
-    from scripts.convert_qwen3 import main
-
-    monkeypatch.chdir(tmp_path)
-    for folder in ("hf", "used", "torn/step-00000003"):
-        Path(folder).mkdir(parents=True)
-    Path("used/notes.txt").write_text("keep me")
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    message = capsys.readouterr().err
-    assert stop.value.code == 2 and words in message and message.count("\n") == 1, message
-    assert not Path("new").exists()
-
-
-def test_a_damaged_checkpoint_is_not_exported(tmp_path):
-    from scripts.convert_qwen3 import import_hf
-
-    saved(tmp_path / "hf")
-    import_hf(tmp_path / "hf", tmp_path / "run", "keep")
+    convert_qwen3.import_hf(tmp_path / "hf", tmp_path / "run", "keep")
     shard = next((tmp_path / "run" / "step-00000000").glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[-5] ^= 1
     shard.write_bytes(data)
-    done = convert("--checkpoint", tmp_path / "run", "--output", tmp_path / "back")
-    assert done.returncode == 2 and "damaged" in done.stderr and done.stderr.count("\n") == 1
+    words = ["--checkpoint", tmp_path / "run", "--output", tmp_path / "back"]
+    capsys.readouterr()  # bars of transformers
+    with pytest.raises(SystemExit) as stop:
+        convert_qwen3.main(list(map(str, words)))
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and "damaged" in message and message.count("\n") == 1
     assert not (tmp_path / "back").exists()

@@ -1,10 +1,10 @@
-"""Attention over blocks that a selector without weights chooses: one suite for all selectors,
-against their equations in float64.
+"""Attention over chosen blocks: one suite for all selectors, those with weights (NSA, the indexer)
+included, by the engine, the plain version and the Triton kernels. Selectors without weights are
+compared with their equations in float64 here, the others in test_nsa.py and test_indexed.py.
 """
 
 import dataclasses
 import functools
-import itertools
 from pathlib import Path
 
 import pytest
@@ -25,12 +25,14 @@ from longhaul.memory.verify_kind import verify_kind
 from longhaul.memory.workspace import Workspaces
 from longhaul.sparse import choose
 from longhaul.sparse.choose import choose_blocks, choose_operator
-from longhaul.sparse.selectors import SELECTED, Bounds, Exact, Mean, Pooled
-from model import ModelConfig, Standard, document_boundaries
+from longhaul.sparse.indexer import Indexed, own_losses
+from longhaul.sparse.selectors import Bounds, Exact, Mean, Pooled
+from model import Decoder, ModelConfig, NSAConfig, Standard, document_boundaries
 from scripts import convert_qwen3
 from selfcheck.faults import runs
 from tests.ranks import run_ranks
-from tests.tiers import few_fast, slow
+from tests.test_block_sparse import oracle as block_oracle
+from tests.tiers import slow
 
 ROOT = Path(__file__).parent.parent
 SMALL_KERNELS = dict(dense_below=0, kernel=8, stride=4)
@@ -54,11 +56,32 @@ SHAPE = dict(
 SHARED_HEADS = dict(num_heads=8, num_kv_heads=4)  # by up to four ranks
 LENGTHS = [130, 1, 69, 12, 188]  # of the documents of two rows of 200
 every_selector = pytest.mark.parametrize("sizes", SELECTORS.values(), ids=SELECTORS)
+INDEXED = Indexed(count=5, block=16, head_dim=24)
+TAUGHT = SELECTORS | {"indexed": INDEXED}
+every_choice = pytest.mark.parametrize("sizes", TAUGHT.values(), ids=TAUGHT)
+SPARSE = dict(cmp_block=8, cmp_stride=4, sel_block=16, sel_count=5, window=24)
+NSA = NSAConfig(**SPARSE)
+SEPARATE = NSAConfig(**SPARSE, kv="separate", cmp_kind="mean")
+CASES = {name: (sizes, kernels.decoder) for name, sizes in TAUGHT.items()} | {
+    "nsa": (NSA, kernels.decoder),
+    "nsa, separate, mean": (SEPARATE, kernels.decoder),
+    "plain nsa": (NSA, Decoder),
+    "plain nsa, separate, mean": (SEPARATE, Decoder),
+}
+every_kind = pytest.mark.parametrize("sizes, make", CASES.values(), ids=CASES)
+WITH_WEIGHTS = {name: case for name, case in CASES.items() if name not in SELECTORS}
 
 
-def build(attention, seed: int = 1, **settings):
+def build(attention, seed: int = 1, make=kernels.decoder, **settings) -> Decoder:
+    """A small decoder, in which the gates and the compression of NSA have left their initial
+    values.
+    """
     config = ModelConfig.preset("tiny", attention=attention, **SHAPE | settings)
-    return kernels.decoder(config, seed=seed)
+    decoder, generator = make(config, seed=seed), torch.Generator().manual_seed(1)
+    for name, parameter in decoder.named_parameters():
+        if ".sparse." in name:
+            parameter.data.normal_(0, 0.3, generator=generator)
+    return decoder
 
 
 def tokens(rows: int = 2, length: int = 200) -> torch.Tensor:
@@ -162,17 +185,6 @@ def test_of_equal_scores_the_lower_index_is_read_whatever_the_chunks(name, monke
         assert torch.equal(choose_blocks(sizes, q, k).sort().values, chosen.sort().values)
 
 
-def test_exact_chooses_the_top_of_dense_logits():
-    sizes = SELECTORS["exact"]
-    q, k, _ = drawn(1, 200)
-    logits_BGMS = torch.einsum("bgmk,bsgk->bgms", q[:, 0].unflatten(1, (2, 2)), k)
-    best_BGN = logits_BGMS[..., 16:176].unflatten(-1, (10, 16)).amax((2, -1))
-    wanted = best_BGN.topk(2).indices + 1
-    found = choose_blocks(sizes, q, k)[:, 0].sort().values
-    assert torch.equal(found[..., [0, -2, -1]], torch.tensor([0, 11, 12]).int().expand(2, 2, 3))
-    assert torch.equal(found[..., 1:3], wanted.sort().values.int())
-
-
 @pytest.mark.parametrize("name", ["exact", "bounds", "mean"])
 def test_blocks_that_are_not_numbers_are_read_first_and_the_own_one_always(name):
     sizes = SELECTORS[name]
@@ -186,17 +198,17 @@ def test_blocks_that_are_not_numbers_are_read_first_and_the_own_one_always(name)
 
 
 def masked_attention(sizes, q, k, v) -> torch.Tensor:
-    """softmax(q k^T / sqrt(K)) v under the mask of the chosen blocks, in the dtype of q."""
-    T, G = k.shape[1:3]
-    chosen = choose_blocks(sizes, q.float(), k.float()).long()
-    reads_BTGN = torch.zeros(*chosen.shape[:3], T // sizes.block + 2, dtype=torch.bool)
-    reads_BTGN.scatter_(-1, chosen + 1, True)
-    reads_BTGS = reads_BTGN[..., 1:].repeat_interleave(sizes.block, -1)[..., :T]
-    reads_BTGS |= (torch.arange(T) < sizes.dense_tokens)[:, None, None]
-    reads_BGTS = reads_BTGS.transpose(1, 2) & torch.ones(T, T, dtype=torch.bool).tril()
-    logits = torch.einsum("btgmk,bsgk->bgmts", q.unflatten(2, (G, -1)), k) / q.shape[-1] ** 0.5
-    p = logits.masked_fill(~reads_BGTS[:, :, None], -torch.inf).softmax(-1)
-    return torch.einsum("bgmts,bsgk->btgmk", p, v).flatten(2, 3)
+    """Over the chosen blocks, or all of them before `dense_tokens`, in the dtype of q."""
+    T = k.shape[1]
+    chosen_BTGn = choose_blocks(sizes, q.float(), k.float())
+    blocks = torch.arange(T // sizes.block + 1)
+    own_T1 = torch.arange(T)[:, None] // sizes.block
+    every_TN = torch.where(blocks <= own_T1, blocks, -1)
+    padding = (0, len(blocks) - sizes.count)
+    chosen_BTGN = torch.nn.functional.pad(chosen_BTGn, padding, value=-1)
+    is_dense_T = torch.arange(T) < sizes.dense_tokens
+    read_BTGN = torch.where(is_dense_T[:, None, None], every_TN[:, None], chosen_BTGN)
+    return block_oracle(q, k, v, read_BTGN, sizes.block)[0]
 
 
 @every_selector
@@ -218,7 +230,7 @@ def test_the_layer_is_dense_attention_under_the_mask_of_the_choice_with_its_grad
         assert torch.equal(grad, once)
 
 
-@every_selector
+@every_choice
 def test_a_budget_of_the_row_is_standard_attention_and_a_smaller_one_is_not(sizes):
     x = tokens()
     standard = build(Standard())(x)
@@ -229,10 +241,13 @@ def test_a_budget_of_the_row_is_standard_attention_and_a_smaller_one_is_not(size
     assert relative(build(sizes)(x), standard.double()) > 1e-3
 
 
-@every_selector
+@every_choice
 def test_packed_documents_equal_separate_ones_and_leak_nothing(sizes):
     layer = build(sizes).layers[0].attention
     inputs = [x.requires_grad_() for x in drawn(200, 200)]
+    if sizes is INDEXED:
+        generator = torch.Generator().manual_seed(1)
+        inputs += [torch.randn(2, 200, heads, 24, generator=generator) for heads in (2, 1)]
     ids = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)).view(2, 200)
     rows = layer.rows(document_boundaries(ids), (2, 200), "cpu")
     o = rows.attend(layer, inputs, None)
@@ -241,74 +256,113 @@ def test_packed_documents_equal_separate_ones_and_leak_nothing(sizes):
     assert relative(o, separate.double()) <= 1e-6
 
     last = o.flatten(0, 1)[-188:].square().sum()
-    for grad in torch.autograd.grad(last, inputs):
+    for grad in torch.autograd.grad(last, inputs[:3]):
         assert not grad.flatten(0, 1)[:-188].any() and grad.flatten(0, 1)[-188:].any()
 
 
-@every_selector
+@pytest.mark.parametrize("sizes, make", WITH_WEIGHTS.values(), ids=WITH_WEIGHTS)
+def test_packed_documents_have_the_logits_and_gradients_of_separate_ones(sizes, make):
+    decoder, x = build(sizes, make=make), tokens()
+    ids = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)).view(2, 200)
+    documents = x.view(1, 400).split(LENGTHS, dim=1)
+
+    def results(parts: list[dict]) -> list[torch.Tensor]:
+        with own_losses(decoder, warming=False) as own:
+            logits = torch.cat([decoder(**part).flatten(0, 1) for part in parts])
+            weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+            mean = 1 / (len(decoder.layers) * len(parts))  # of the layers' terms
+            total = own.added_to((logits * weight).sum(), mean)
+            return [logits, *torch.autograd.grad(total, list(decoder.parameters()))]
+
+    packed = results([dict(tokens_BT=x, doc_ids=ids)])
+    separate = results([dict(tokens_BT=part) for part in documents])
+    assert (packed[0] - separate[0]).abs().max() <= 1e-5 * separate[0].abs().max()
+    for got, want in zip(packed, separate, strict=True):
+        assert want.abs().max() > 0
+        assert (got - want).abs().max() <= 2e-5 * want.abs().max()
+
+
 @torch.no_grad()
-def test_decoding_equals_the_forward_however_the_prompt_is_cut(sizes):
-    decoder, x = build(sizes), tokens()
+def assert_decoding_is_the_forward(decoder: Decoder, orders: list[list[int]]):
+    """Over a cache that takes the row in these parts, and is rewound if its attention allows."""
+    x = tokens()
     full = decoder(x)
-    for parts in ([150] + [1] * 50, [100, 60, 1, 39], [3] + [1] * 197):
-        cache = decoder.new_cache(2, 200)
+    for parts in orders:
+        cache = decoder.new_cache(2, 210)
         decoded = [decoder(part, cache=cache) for part in x.split(parts, dim=1)]
+        assert cache.length == 200
         assert (torch.cat(decoded, 1) - full).abs().max() <= 1e-5 * full.abs().max(), parts
+    if isinstance(decoder.config.attention, NSAConfig):
+        return
     cache.rewind(141)
     again = decoder(x[:, 141:], cache=cache)
     assert (again - full[:, 141:]).abs().max() <= 1e-5 * full.abs().max()
 
 
+@every_kind
+def test_decoding_equals_the_forward_however_the_prompt_is_cut(sizes, make):
+    orders = [[1] * 200, [100, 50, *[1] * 20, 30], [7, 1, 192]]
+    assert_decoding_is_the_forward(build(sizes, make=make), orders)
+
+
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of Triton's interpreter
-@pytest.mark.parametrize("name", ["mean", *map(slow, sorted(SELECTORS.keys() - {"mean"}))])
+@pytest.mark.parametrize("name", ["mean", *map(slow, sorted(TAUGHT.keys() - {"mean"}))])
 @torch.no_grad()
 def test_the_triton_kernels_decode_as_the_operators_of_torch(name):
     pytest.importorskip("triton", reason="triton is not installed")
-    decoder = build(SELECTORS[name], num_layers=1)
-    fused = build(SELECTORS[name], num_layers=1, kernels="triton")
+    decoder = build(TAUGHT[name], num_layers=1)
+    fused = build(TAUGHT[name], num_layers=1, kernels="triton")
     plain_cache, fused_cache = decoder.new_cache(2, 200), fused.new_cache(2, 200)
     for part in tokens()[:, :173].split([171, 1, 1], dim=1):
         want = decoder(part, cache=plain_cache)
         assert (decoder(part, cache=fused_cache) - want).abs().max() <= 1e-5 * want.abs().max()
 
 
-def shared_loss(world, name: str, x: torch.Tensor) -> list[torch.Tensor]:
+def shared_losses(world, x: torch.Tensor) -> list[list[torch.Tensor]]:
+    return [shared_loss(world, sizes, x) for sizes in SELECTORS.values()]
+
+
+def shared_loss(world, sizes, x: torch.Tensor) -> list[torch.Tensor]:
     """The loss of rows that the ranks share and a gradient, both summed over the ranks."""
-    sizes = SELECTORS[name]
     config = ModelConfig.preset("tiny", attention=sizes, **SHAPE | SHARED_HEADS)
     run = dict(model_size="tiny", attention_type=sizes.name, dtype="fp32")
     heads = tuple(f"{name}={count}" for name, count in SHARED_HEADS.items())
     cfg = TrainConfig(**run, context_parallel_size=world.size, model_overrides=heads)
     state = step.build(cfg, config, "cpu", world)
-    loss = state.model(x[:, :-1], x[:, 1:], doc_ids=(torch.arange(200) >= 90).expand(2, -1))
-    loss.backward()
-    shares = [loss.detach(), state.model.layers[0].attention.k_proj.weight.grad]
+    shares = loss_and_gradient(state.model, x)
     for share in shares:
         torch.distributed.all_reduce(share)
     return shares
 
 
-@pytest.mark.parametrize(
-    "ranks, name", few_fast(itertools.product((2, 4), sorted(SELECTORS)), 2 * len(SELECTORS))
-)
-def test_ranks_that_share_rows_give_the_loss_and_gradient_of_one(ranks, name):
-    x = tokens(2, 201)
-    decoder = build(SELECTORS[name], seed=0, **SHARED_HEADS)
-    loss = decoder(x[:, :-1], x[:, 1:], doc_ids=(torch.arange(200) >= 90).expand(2, -1))
+def loss_and_gradient(model: Decoder, x: torch.Tensor) -> list[torch.Tensor]:
+    loss = model(x[:, :-1], x[:, 1:], doc_ids=(torch.arange(200) >= 90).expand(2, -1))
     loss.backward()
-    want = decoder.layers[0].attention.k_proj.weight.grad
-    for shared, grad in run_ranks(shared_loss, ranks, name, x):
-        assert shared == pytest.approx(loss.item(), rel=2e-6)
-        assert relative(grad, want.double()) <= 2e-5
+    return [loss.detach(), model.layers[0].attention.k_proj.weight.grad]
+
+
+def assert_shares_are_those_of_one_process(sizes, x: torch.Tensor, shares: list):
+    loss, want = loss_and_gradient(build(sizes, seed=0, **SHARED_HEADS), x)
+    for shared, grad in shares:
+        assert shared == pytest.approx(loss.item(), rel=2e-6), sizes
+        assert relative(grad, want.double()) <= 2e-5, sizes
+
+
+@pytest.mark.parametrize("ranks", [2, slow(4)])
+def test_ranks_that_share_rows_give_the_loss_and_gradient_of_one(ranks):
+    x = tokens(2, 201)
+    of_ranks = run_ranks(shared_losses, ranks, x)
+    for sizes, *shares in zip(SELECTORS.values(), *of_ranks, strict=True):
+        assert_shares_are_those_of_one_process(sizes, x, shares)
 
 
 # ---- what the trainer asks
 
 
 @pytest.mark.slow
-@every_selector
-def test_it_passes_every_check_of_verify_kind(sizes):
-    assert [name for name, passed, _ in verify_kind(sizes) if not passed] == []
+def test_it_passes_every_check_of_verify_kind():
+    checks = verify_kind(SELECTORS["pooled"])
+    assert [name for name, passed, _ in checks if not passed] == []
 
 
 def planned_run(kind: str, **changes) -> TrainConfig:
@@ -319,19 +373,34 @@ def planned_run(kind: str, **changes) -> TrainConfig:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind, checkpointing",
-    [*((sizes.name, "selective") for sizes in SELECTED), ("exact", "none"), ("exact", "full")],
+    "kind, checkpointing, dtype",
+    [
+        ("exact", "full", "bf16"),
+        ("bounds", "none", "fp32"),
+        ("pooled", "selective", "fp32"),
+        ("mean", "selective", "bf16"),
+    ],
 )
-def test_the_simulated_and_the_planned_peak_are_what_the_allocator_records(kind, checkpointing):
-    cfg = planned_run(kind, gradient_checkpointing=checkpointing)
+def test_the_simulated_and_the_planned_peak_are_what_the_allocator_records(
+    kind, checkpointing, dtype
+):
+    cfg = planned_run(kind, gradient_checkpointing=checkpointing, dtype=dtype)
     recorded_peak = allocator_peak(cfg)
     assert simulate(cfg, target="cpu").peak()[0] == pytest.approx(recorded_peak, rel=1e-3)
     plan = planner.plan(cfg, cfg.model(), World(), torch.device("cpu"), 64.0)
     assert plan.peak == pytest.approx(recorded_peak, rel=1e-2)
 
 
-@pytest.mark.parametrize("name", ["exact", slow("bounds"), slow("pooled"), slow("logsumexp")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("exact", torch.float32),
+        ("exact", torch.bfloat16),
+        slow("bounds", torch.float32),
+        slow("pooled", torch.bfloat16),
+        slow("logsumexp", torch.float32),
+    ],
+)
 def test_inside_it_takes_what_the_planner_says(name, dtype):
     """The operator alone, of which the planner visits the last chunks; mean holds too little."""
     sizes = dataclasses.replace(SELECTORS[name], block=64)
@@ -410,11 +479,7 @@ def test_the_example_of_the_document_chooses_decodes_and_is_a_value_of_the_flag(
         wanted = logits_BGMN.amax(2).topk(2).indices + 1
         found = choose_blocks(sizes, q, k)[:, 0].sort().values[..., 1:3]
         assert torch.equal(found, wanted.sort().values.int())
-        decoder, x = build(sizes), tokens()
-        cache = decoder.new_cache(2, 200)
-        decoded = [decoder(part, cache=cache) for part in x.split([150] + [1] * 50, dim=1)]
-        full = decoder(x)
-        assert (torch.cat(decoded, 1) - full).abs().max() <= 1e-5 * full.abs().max()
+        assert_decoding_is_the_forward(build(sizes), [[150] + [1] * 50])
     finally:
         KINDS.clear()
         KINDS.update(before)
@@ -423,7 +488,7 @@ def test_the_example_of_the_document_chooses_decodes_and_is_a_value_of_the_flag(
 # ---- a Qwen3 folder
 
 
-@pytest.mark.parametrize("name", ["exact", *map(slow, sorted(SELECTORS.keys() - {"exact"}))])
+@pytest.mark.parametrize("name", ["exact", slow("pooled")])
 def test_a_qwen3_folder_generates_evaluates_trains_and_is_exported(name, tmp_path, capsys):
     sizes = SELECTORS[name]
     data = runs.dataset(tmp_path / "data")
@@ -434,21 +499,12 @@ def test_a_qwen3_folder_generates_evaluates_trains_and_is_exported(name, tmp_pat
     changed = dataclasses.asdict(sizes).items() - dataclasses.asdict(type(sizes)()).items()
     blocks = [f"{key}={value}" for key, value in changed]
     flags = ["--init_from", str(folder), "--attention_type", sizes.name, "--blocks", *blocks]
-    flags += ["--max_steps", "1", "--lr", "0", "--context_length", "256", "--eval_every", "1"]
-    common = [
-        "--dtype",
-        "fp32",
-        "--device",
-        "cpu",
-        "--warmup_steps",
-        "0",
-        "--eval_rows",
-        "1",
-        "--batch_size",
-        "1",
-    ]
-    where = ["--data", str(data), "--output_dir", str(tmp_path / "run")]
-    train.main([*flags, *common, *where])
+    more = (
+        "--max_steps 1 --lr 0 --context_length 256 --eval_every 1 --dtype fp32 --device cpu "
+        "--warmup_steps 0 --eval_rows 1 --batch_size 1"
+    )
+    flags += more.split()
+    train.main([*flags, "--data", str(data), "--output_dir", str(tmp_path / "run")])
     said = capsys.readouterr().out
     assert f"attention: {sizes.name} attention reads 5 blocks of 16" in said and "eval" in said
 
@@ -462,3 +518,21 @@ def test_a_qwen3_folder_generates_evaluates_trains_and_is_exported(name, tmp_pat
     )
     assert "full attention" in capsys.readouterr().out
     assert qwen3.from_hf(tmp_path / "back").config.attention == Standard()
+
+
+@pytest.mark.parametrize("sizes", [NSA, INDEXED], ids=["nsa", "indexed"])
+def test_weights_of_standard_attention_start_a_model_whose_own_ones_start_fresh(sizes, tmp_path):
+    dense = build(Standard())
+    qwen3.to_hf(dense, tmp_path / "qwen3")
+    found = qwen3.from_hf(tmp_path / "qwen3", attention=sizes)
+    theirs, added = dict(dense.named_parameters()), 0
+    for name, parameter in found.named_parameters():
+        if name in theirs:
+            assert torch.equal(parameter, theirs[name]), name
+        else:
+            added += parameter.numel()
+            assert parameter.isfinite().all()
+    assert added == found.config.num_params() - dense.config.num_params() > 0
+    if sizes is INDEXED:
+        x = tokens(1, 80)  # a row of `count` blocks
+        assert (found(x) - dense(x)).abs().max() <= 1e-5 * dense(x).abs().max()

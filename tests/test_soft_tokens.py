@@ -67,18 +67,6 @@ def test_a_row_token_by_token_has_the_gradients_of_the_whole_row(checkpointed):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_a_forward_over_the_cache_leaves_it_as_it_was():
-    model = decoder()
-    x_BTD = torch.randn(1, 5, 16, dtype=torch.float64)
-    cache = GradientCache(model.config)
-    model.hidden(x_BTD[:, :3], cache=cache)
-    cache = cache.extended()
-    first = model.hidden(x_BTD[:, 3:4], cache=cache)
-    again = model.hidden(x_BTD[:, 3:4], cache=cache)
-    assert cache.length == 3
-    assert torch.equal(first, again)
-
-
 def test_a_step_can_be_checkpointed_from_outside():
     model = decoder()
     x_BTD = embedded(model, soft_tokens(1, 5, 4)).detach()
@@ -109,7 +97,7 @@ def test_the_prompt_stays_one_tensor_whatever_follows_it():
     assert [len(k[0]) for k in cache.layers[0].keys] == [4, 1, 1, 1]
 
 
-@pytest.mark.parametrize("K", [1, 6, 61])
+@pytest.mark.parametrize("K", [1, 61])
 def test_a_mixture_is_the_dense_sum(K):
     soft = soft_tokens(2, 3, K)
     table_VD = torch.randn(61, 16, dtype=torch.float64, requires_grad=True)

@@ -186,12 +186,9 @@ def test_a_module_of_the_working_directory_is_found(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     "loss",
     [
-        "",
         "mine.py",
         "nowhere.py:loss",
         "no_such_module:loss",
-        "json:no_such_function",
-        "{file}:no_such_function",
         "{file}:torch.no_such_name",
     ],
 )

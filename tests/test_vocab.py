@@ -7,7 +7,7 @@ import torch
 
 from footprint.measure import peak_bytes
 from longhaul.vocab.statistics import gumbel_topk, topk_logits, vocab_stats
-from tests.test_loss import SCALES, huge_logits
+from tests.test_loss import HUGE, huge_logits
 from tests.tiers import slow
 
 NAMES = ("logprob", "lse", "entropy", "self_certainty", "kl_ref", "kl_from_ref")
@@ -45,25 +45,26 @@ def inputs(N=37, V=211, D=24, dtype=torch.float32, seed=0):
     return rand(N, D).to(dtype), (rand(V, D) / D**0.5 * 2).to(dtype), y, reference
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_at_huge_logits_are_those_of_the_full_logits(scale, dtype, name):
+@pytest.mark.parametrize("scale, dtype", HUGE)
+def test_gradients_at_huge_logits_are_those_of_the_full_logits(scale, dtype):
     h, w, y = huge_logits(scale, dtype)
     reference = huge_logits(scale, dtype)[0], w.flip(0)
     inputs = [x.requires_grad_() for x in (h, w)]
 
-    tiled = getattr(vocab_stats(h, w, y, reference=reference, token_tile=4, vocab_tile=77), name)
-    got = torch.autograd.grad(tiled.sum(), inputs)
-    full = dense(h, w, y, reference, product=lambda a, b: (a @ b.T).double())[name]
-    want = torch.autograd.grad(full.sum(), inputs)
-    # where logits tie, some gradients are the rounding of zero
-    for a, b, other in zip(got, want, inputs[::-1]):
-        assert (a - b).norm() < 0.01 * b.norm() + 1e-6 * other.norm()
+    tiled = vocab_stats(h, w, y, reference=reference, token_tile=4, vocab_tile=77)
+    full = dense(h, w, y, reference, product=lambda a, b: (a @ b.T).double())
+    for name in NAMES:
+        total = getattr(tiled, name).sum()
+        got = torch.autograd.grad(total, inputs, retain_graph=True)
+        want = torch.autograd.grad(full[name].sum(), inputs, retain_graph=True)
+        # where logits tie, some gradients are the rounding of zero
+        for a, b, other in zip(got, want, inputs[::-1]):
+            assert (a - b).norm() < 0.01 * b.norm() + 1e-6 * other.norm(), name
 
 
-@pytest.mark.parametrize("tiles", [(512, 1000), (5, 7), (37, 1), (1, 64)])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+    "temperature, tiles", [(1.0, (512, 1000)), (0.6, (5, 7)), (1.0, (37, 1)), (0.6, (1, 64))]
+)
 def test_every_value_and_gradient_equals_float64(tiles, temperature):
     h, w, y, reference = inputs()
     h.requires_grad_()
@@ -104,23 +105,6 @@ def test_gradcheck_of_all_together():
     assert torch.autograd.gradcheck(f, (h, w))
 
 
-def test_one_backward_serves_a_sum_of_everything():
-    h, w, y, reference = inputs()
-    h.requires_grad_()
-    w.requires_grad_()
-    hd, wd = (t.detach().double().requires_grad_() for t in (h, w))
-
-    def total(stats):
-        return sum((i + 1) * (v * v).sum() for i, v in enumerate(stats))
-
-    got = torch.autograd.grad(
-        total(vocab_stats(h, w, y, reference=reference, vocab_tile=50)[:6]), (h, w)
-    )
-    want = torch.autograd.grad(total(dense(hd, wd, y, reference, 1.0).values()), (hd, wd))
-    for a, b in zip(got, want):
-        assert (a - b).norm() / b.norm() < 1e-6
-
-
 def test_what_was_not_given_is_none_and_frozen_inputs_get_no_gradient():
     h, w, y, _ = inputs()
     h.requires_grad_()
@@ -143,12 +127,6 @@ def test_offsets_of_1e4_cancel():
         "self_certainty",
     ):  # the fp32 logits themselves are good to 1e-3 at 1e4
         assert (getattr(got, name) - want[name]).abs().max() < 4e-3, name
-
-
-def test_equal_policies_have_no_divergence():
-    h, w, _, _ = inputs()
-    stats = vocab_stats(h, w, reference=(h, w), vocab_tile=32)
-    assert stats.kl_ref.abs().max() < 1e-6 and stats.kl_from_ref.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("kernels", ["torch", slow("compiled")])
@@ -179,25 +157,6 @@ def test_works_inside_a_full_graph_compile():
         torch.autograd.grad(torch.compile(f, fullgraph=True)(h), h),
     )
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_the_seeds_chunked_self_certainty_is_off_by_the_log_of_its_chunks():
-    """Negative control: averaging KL(U || p) of separately normalised vocabulary chunks is another
-    quantity.
-    """
-    h, w, _, _ = inputs(V=256)
-    z, chunks = (h @ w.T).double(), 8
-    seed = torch.stack(
-        [c.logsumexp(1) - c.mean(1) - math.log(c.shape[1]) for c in z.chunk(chunks, 1)]
-    ).mean(0)
-    error = (vocab_stats(h, w).self_certainty - seed).abs()
-    seed_unnormalised = torch.stack(
-        [c.logsumexp(1) - c.mean(1) - math.log(z.shape[1]) for c in z.chunk(chunks, 1)]
-    ).mean(0)
-    assert (
-        error.max() > 1e-2
-        and (vocab_stats(h, w).self_certainty - seed_unnormalised).min() >= math.log(chunks) - 1e-4
-    )
 
 
 def test_topk_equals_the_dense_topk_and_noise_only_reorders():

@@ -1,10 +1,12 @@
-"""The loss in tiles on fake CUDA tensors: no host synchronisation, and few launches.
+"""The loss in tiles on fake CUDA tensors: no host synchronisation, and few launches; its kernels
+compiled for an H100 without having one.
 
 Letters: N tokens, D model width, V vocabulary.
 """
 
 from collections import Counter
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -107,3 +109,26 @@ def test_one_pass_has_three_products_per_tile():
 def test_one_block_of_low_precision_is_one_product_of_its_dtype():
     found = launches(one_pass, torch.bfloat16, tokens=1024)
     assert found["mm"] == 2 * 19 and found["mixed product"] == 19
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("name", ["fold_kernel", "gradient_kernel"])
+def test_the_kernels_of_a_tile_load_16_bytes_at_once_and_spill_no_register(name, softcap):
+    pytest.importorskip("triton", reason="triton is not installed: nothing is compiled")
+    from longhaul.vocab import triton_bodies
+    from tests.kernel_resources import compiled, resources
+
+    kernel = getattr(triton_bodies, name)
+    vectors = [x for x in kernel.arg_names if x.endswith("_ptr")]
+    arguments = dict.fromkeys(vectors, torch.empty(1)) | {
+        "z_ptr": torch.empty(1, dtype=torch.bfloat16),
+        "target_ptr": torch.empty(1, dtype=torch.int32),
+        **dict(V=8192, stride=151_936, softcap=softcap, BLOCK=4096),
+    }
+    built = compiled(kernel, arguments, 90, num_warps=8)
+    assert "ld.global.v4.b32" in built.asm["ptx"], "bf16 must be loaded 16 bytes at a time"
+    assert ("st.global.v4.b32" in built.asm["ptx"]) == (name == "gradient_kernel")
+    used = resources(built)
+    assert not used["atomics"], "results would not repeat"
+    assert used["spills"] == used["stack"] == 0

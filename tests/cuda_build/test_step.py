@@ -30,7 +30,6 @@ FULL = dict(gradient_checkpointing="full")
 IN_BACKWARD = dict(optimizer_in_backward=True, grad_clip=0.0)
 LEVERS = {
     "plain": {},
-    "checkpointing": FULL,
     "selective": dict(gradient_checkpointing="selective"),
     "accumulation": dict(gradient_accumulation_steps=2),
     "tiles": FULL | dict(mlp_tiles=4),
@@ -39,11 +38,9 @@ LEVERS = {
     "adamw_bf16": dict(optimizer="adamw_bf16"),
     "adamw_8bit": dict(optimizer="adamw_8bit", master_weights="none"),
     "muon": dict(optimizer="muon"),
-    "sparse": dict(attention_type="nsa", kernels="auto"),
     "sparse, checkpointing": FULL | dict(attention_type="nsa", kernels="auto"),
     "indexed": dict(attention_type="indexed", kernels="auto"),
     "indexed, warm-up": dict(attention_type="indexed", kernels="auto", indexer_warmup=2),
-    "in backward": IN_BACKWARD,
     "8 bits in backward": IN_BACKWARD | dict(optimizer="adamw_8bit", master_weights="none"),
 }
 

@@ -49,7 +49,7 @@ def folder(tmp_path):
         (root / f"{n}.txt").write_text(text_of(n))
         (root / "b" / f"{n}.txt").write_text(text_of(10 + n))
     for n, text in enumerate(TRICKY):
-        (root / "b" / "deep" / f"{n}.txt").write_bytes(text.encode())
+        (root / "b" / "deep" / f"{n:02}.txt").write_bytes(text.encode())
     return root
 
 
@@ -76,7 +76,7 @@ def test_folders_are_walked_in_sorted_order_without_hidden_entries(folder):
     (folder / "__pycache__" / "a.pyc").write_bytes(bytes([0xA7, 0x0D]))
     names = [str(path.relative_to(folder)) for path in look_into(folder).files]
     assert names == [f"{n}.txt" for n in range(6)] + [f"b/{n}.txt" for n in range(6)] + [
-        f"b/deep/{n}.txt" for n in range(len(TRICKY))
+        f"b/deep/{n:02}.txt" for n in range(len(TRICKY))
     ]
 
 

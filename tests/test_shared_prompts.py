@@ -115,7 +115,7 @@ def inputs(N: int, H: int, G: int, dtype=torch.float64) -> list[torch.Tensor]:
 HEADS = [(4, 4), (6, 2), (3, 1)]
 
 
-@pytest.mark.parametrize("lengths, heads", zip(GROUPS, itertools.cycle(HEADS)), ids=str)
+@pytest.mark.parametrize("lengths, heads", list(zip(GROUPS, itertools.cycle(HEADS))), ids=str)
 def test_attention_and_its_gradients_equal_those_under_a_mask(lengths, heads):
     prompts = SharedPrompts(lengths)
     tensors = inputs(prompts.tokens, *heads)
@@ -179,7 +179,9 @@ def doubles(model: Decoder) -> dict:
 OVERRIDES = [dict(num_kv_heads=8), dict(tie_embeddings=False), {}]
 
 
-@pytest.mark.parametrize("lengths, overrides", zip(GROUPS, itertools.cycle(OVERRIDES)), ids=str)
+@pytest.mark.parametrize(
+    "lengths, overrides", list(zip(GROUPS, itertools.cycle(OVERRIDES))), ids=str
+)
 def test_loss_and_every_gradient_equal_the_oracle_of_separate_rows(lengths, overrides):
     prompts = SharedPrompts(lengths)
     model = kernels.decoder(small(**overrides))

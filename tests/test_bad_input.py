@@ -90,8 +90,6 @@ DOORS = {
 ROWS = """
 train --lr abc
 train --lr nan
-train --lr inf
-train --lr -1
 train --lr 1e10
 train --lr
 train --lr=
@@ -100,60 +98,38 @@ train --save_every 3 --save-every 3
 train -lr 1
 train --learning_rat 1
 train --foo
-train --foo=1
 train stray
-train 7
 train --weight_decay 1e30
-train --weight_decay -0.1
-train --weight_decay nan
 train --adam eps=nan
 train --adam eps=0
-train --adam eps=-1
 train --adam eps=inf
-train --adam eps=2
 train --adam beta1=1
-train --adam beta1=nan
 train --adam beta2=-0.5
-train --adam beta2=1.5
 train --adam beta3=0.5
 train --grad_clip nan
-train --grad_clip -1
-train --grad_clip inf
 train --schedule linear
 train --schedule wsd:2
-train --schedule wsd:nan
 train --schedule wsd:0.2:0.1:0.3
-train --schedule wsd:0.2:2
-train --schedule cosine:nan
-train --schedule cosine:-1
 train --schedule cosine:0.1:0.2
 train --schedule constant:1
 train --schedule cosine:
 train --warmup_steps -1
-train --warmup_steps 1.5
 train --max_steps 0
-train --max_steps -5
 train --max_steps 99999999999999999999
 train --max_steps 9000000000000000000
 train --max_steps 1e3
-train --max_steps ten
 train --seed 100000000000000000000000
 train --seed x
-train --seed 1.5
 train --context_length 0
-train --context_length -4
 train --context_length 1
-train --context_length 64.5
 train --context_length 1000000
 train --context_length 99999999999999
 train --context_length 10000000000000000000000
 train --context_length 99999999999 --attention_type nsa
-train --batch_size 0
 train --batch_size 1000000
 train --gradient_accumulation_steps 0
 train --gradient_accumulation_steps 1000000
 train --global_batch_size 3 --batch_size 2
-train --global_batch_size -1
 train --vocab_size -1
 train --vocab_size 100
 train --vocab_size 99999999999999
@@ -162,25 +138,23 @@ train --model_size
 train --model_overrides heads=3
 train --model_overrides num_layers
 train --model_overrides num_layers=0
-train --model_overrides num_layers=-2
 train --model_overrides num_layers=x
 train --model_overrides num_layers=1 num_layers=2
 train --model_overrides num_kv_heads=3
-train --model_overrides head_dim=-8
 train --model_overrides hidden_size=nan
 train --model_overrides rope_theta=1
+train --model_overrides compute_dtype=float16
+train --model_overrides norm_eps=small
+train --model_overrides tie_embeddings=maybe
 train --model_overrides norm_eps=nan
 train --attention_type dense
 train --attention_type nsa --blocks window=0
 train --attention_type nsa --blocks window=many
 train --blocks windows=9
 train --rope_theta nan
-train --rope_theta -1
 train --rope_scaling ntk
-train --rope_scaling linear:nan
 train --rope_scaling linear:0
 train --rope_scaling yarn:4:0
-train --rope_scaling yarn:x
 train --rope_scaling yarn
 train --init_from /nonexistent
 train --init_from {folder}
@@ -195,15 +169,20 @@ train --data {data}:0.5,{other}:0.6
 train --data {data}:half,{other}:0.5
 train --data {data}:0.33333,{other}:0.66667
 train --data {data},{other}
+train --data {data}:1,{other}
+train --data {data}:0,{other}:1
+train --data {data}:-0.5,{other}:1.5
 train --data /nonexistent.toml
 train --data {no_shares}
 train --length_schedule 64
+train --length_schedule 64:1,
+train --length_schedule 64:1,64:1
+train --length_schedule 64:1:1e+e
 train --length_schedule 64:2,32:2
 train --length_schedule 64:2,96:2
 train --length_schedule 64:0
 train --length_schedule 1:5
 train --length_schedule 32:2:1
-train --length_schedule 32:2:nan
 train --length_schedule 32:1,64:4
 train --length_schedule 32:1:1e4,64:1 --rope_theta 5e5
 train --length_schedule 32:1,64:1 --rope_scaling yarn:2:16
@@ -212,7 +191,6 @@ train --length_schedule 32:1,64:1 --short_fraction 2
 train --length_schedule 32:1,64:1 --short_fraction 0.5 --long_fraction 0.5
 train --length_schedule 2:1,64:1 --short_fraction 0.5
 train --long_fraction 1.5
-train --long_fraction nan
 train --long_fraction 0.33333
 train --long_fraction 0.5 --context_length 65536
 train --device gpu
@@ -236,7 +214,6 @@ train --loss fast
 train --model_overrides logits_threshold_gib=nan
 train --model_overrides loss_chunk_size=-1
 train --dp_replicate 2
-train --dp_replicate 0
 train --context_parallel_size 3
 train --context_parallel_mode ring
 train --max_skipped_steps -1
@@ -244,12 +221,10 @@ train --skip_rows 5
 train --skip_rows 9:3
 train --skip_rows a:b
 train --save_every 0
-train --keep_last 1
 train --resume /nonexistent
 train --resume {text}
 train --resume {folder}
 train --eval_every -1
-train --eval_rows 0
 train --fit yes
 train --config /nonexistent.toml
 train --config {folder}
@@ -271,8 +246,6 @@ profile --length_schedule 64:1,512:1 --solve levers
 profile --length_schedule 64:1,256:1
 profile --nproc 0
 profile --nproc 3 --context_parallel_size 2
-profile --gpus -1
-profile --gpu_memory_gib nan
 profile --gpu_memory_gib -1
 profile --solve everything
 profile --solve levers --gpu "RTX 9999"
@@ -291,8 +264,6 @@ profile --optimizer sgd
 verify --foo
 verify --seq_len 0
 verify --seq_len 1000000000000
-verify --seq_len x
-verify --hidden_size -1
 verify --vocab_size 0
 verify --vocab_size 99999999999999999999
 verify --device gpu
@@ -303,16 +274,12 @@ generate --tokenizer {other_tokenizer}
 generate --tokenizer {text}
 generate --tokenizer /nonexistent
 generate --temperature nan
-generate --temperature -1
 generate --temperature 1e300
 generate --temperature 1e-300
-generate --temperature warm
 generate --top_k -1
 generate --top_p 0
 generate --top_p 2
-generate --top_p nan
 generate --max_new_tokens 0
-generate --max_new_tokens -1
 generate --max_new_tokens 100000000000
 generate --seed 100000000000000000000000
 generate --device gpu
@@ -341,9 +308,6 @@ analysis --compare float32
 analysis --chunk -1
 analysis --out {data}
 evaluate --batches 0
-evaluate --batches -1
-evaluate --batches x
-evaluate --context_length -1
 evaluate --context_length 1
 evaluate --context_length 1000000000
 evaluate --device gpu
@@ -366,9 +330,7 @@ evaluate --lengths 64,x
 evaluate --lengths 999999999
 evaluate --tasks singel
 evaluate --items 0
-evaluate --items x
 evaluate --chunk -1
-evaluate --chunk x
 evaluate --dtype int8
 evaluate --output {text}
 evaluate --output {text}/below
@@ -386,15 +348,10 @@ convert --checkpoint {run} --input {folder} --output {new}
 convert --checkpoint {run} --output {new} --dtype int8
 prepare --vocab_size 0
 prepare --vocab_size 10
-prepare --vocab_size -5
 prepare --vocab_size 99999999
 prepare --val_fraction 2
-prepare --val_fraction nan
-prepare --val_fraction -0.1
 prepare --workers 0
-prepare --workers x
 prepare --character_coverage 7
-prepare --character_coverage nan
 prepare --input /nonexistent
 prepare --input {empty}
 prepare --input {latin}
@@ -425,7 +382,21 @@ prepare --documents lines
 prepare --on_error ignore
 prepare --max_bytes 5
 prepare --inptu x
+prepare --input {text} --input {text}
+prepare --input {text} --answer_field answer
+prepare --input {good_jsonl} --answer_field=
+prepare --input {good_jsonl} --answer_field answer --documents directory
+prepare --input {good_jsonl} --answer_field {{answer
+prepare --ouput=x
+prepare --vocab_size many
+prepare --tokenizer {other_tokenizer} --vocab_size 300
+prepare --tokenizer {other_tokenizer} --character_coverage 0.9
+prepare --output {text}/below
+embedded --zzz
+embedded --answer_field answer
 embedded --input {text}
+embedded --character_coverage 0.9
+embedded --output {new} --on_error skip
 embedded --tokenizer {other_tokenizer}
 embedded --text_field body
 embedded --vocab_size 0
@@ -435,7 +406,6 @@ report --pgn x
 faults --rows Z
 faults --rows 1-x
 faults --trials 0
-faults --trials -3
 equivalence --what nothing
 equivalence --steps 0
 train --blocks sel_count=3
@@ -472,6 +442,7 @@ evaluate --data {torn_data}
 analysis --checkpoint {torn_run}
 convert --checkpoint {torn_run} --output {new}
 convert --input {torn_hf} --output {new}
+convert --input {hf} --output {new} --tokenizer none
 opened {torn_data}
 grade --checkpoint {folder}
 grade --method gumble
@@ -489,7 +460,18 @@ reward --held_out 1
 harness --limit -1
 sums --output {folder}
 sums --worked 2
+sums --seed -1
+sums --val_fraction 1
 recall --lengths 16
+recall --lengths 16:7
+recall --lengths 999:65
+recall --lengths 16:2 16:3
+recall --length 16:2
+recall --tokens 15
+recall --tokens 2000 --lengths 16:4 --val_fraction 1
+recall --periodic 1.5
+recall --seed -1
+recall --output {folder}
 recall --tokens -1
 proof --folder {folder}
 proof --folder /nonexistent

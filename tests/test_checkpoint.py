@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from longhaul import dist, step
+from longhaul import step
 from longhaul.checkpoint import load, save
-from longhaul.checkpoint.format import CheckpointError, checksum, named_shards, shard_of
+from longhaul.checkpoint.format import CheckpointError, checksum, named_shards
 from longhaul.checkpoint.load import load_model, verified
 from longhaul.config import TrainConfig
 from longhaul.memory.analysis import PeakTracker
@@ -87,19 +87,18 @@ def test_a_checkpoint_that_cannot_be_deleted_stays_with_a_warning(tmp_path, monk
     assert len(said) == 1 and "could not be deleted" in said[0] and "by hand" in said[0]
 
 
-@pytest.mark.parametrize("name", ["step", "tokens", "world_size"])
-def test_a_number_of_the_manifest_that_was_changed_is_found_by_the_checksum(saved, name):
+def test_a_number_of_the_manifest_that_was_changed_is_found_by_the_checksum(saved):
     manifest = json.loads((saved / "manifest.json").read_text())
-    manifest[name] += 1
+    manifest["step"] += 1
     (saved / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="manifest.json is damaged: use another checkpoint"):
         verified(saved)
 
 
-@pytest.mark.parametrize("name", ["identity", "rows_per_step", "threads", "torch", "skipped"])
-def test_what_only_a_resume_needs_may_be_missing(saved, name):
+def test_what_only_a_resume_needs_may_be_missing(saved):
     manifest = json.loads((saved / "manifest.json").read_text())
-    manifest.pop(name, None)
+    for name in ("identity", "rows_per_step", "threads", "torch", "skipped"):
+        manifest.pop(name, None)
     manifest["checksum"] = checksum(manifest)
     (saved / "manifest.json").write_text(json.dumps(manifest))
     assert verified(saved).step == 1
@@ -170,18 +169,16 @@ def numbers(folder) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "saves, skipped, kept",
+    "skipped, kept",
     [
-        ([2, 4, 6, 8], [7, 8], [4, 6, 8]),
-        ([2, 4, 6, 8], [5, 6, 7, 8], [2, 6, 8]),
-        ([2, 4, 6, 8], [3, 4, 5, 6, 8], [6, 8]),  # step 7 went on from the weights of 6
-        ([2, 4, 6, 8], [1, 2, 3, 4, 5, 6, 7, 8], [6, 8]),  # none is good
-        ([2, 4, 6, 8], [], [6, 8]),
+        ([5, 6, 7, 8], [2, 6, 8]),
+        ([3, 4, 5, 6, 8], [6, 8]),  # step 7 went on from the weights of 6
+        ([1, 2, 3, 4, 5, 6, 7, 8], [6, 8]),  # none is good
     ],
 )
-def test_pruning_keeps_the_newest_one_from_which_a_step_was_taken(tmp_path, saves, skipped, kept):
+def test_pruning_keeps_the_newest_one_from_which_a_step_was_taken(tmp_path, skipped, kept):
     state = trained(0)
-    for state.step in saves:
+    for state.step in (2, 4, 6, 8):
         save.save(state, tmp_path, {"skipped": [step for step in skipped if step <= state.step]})
         save.prune(tmp_path, 2)
     assert numbers(tmp_path) == kept
@@ -249,14 +246,3 @@ def test_damage_of_every_kind_is_named_and_set_aside(saved, kind, words, capsys)
         "DAMAGED CHECKPOINT" in capsys.readouterr().out
         and (saved.parent / "step-00000001.corrupt").exists()
     )
-
-
-def test_rows_cover_a_plain_tensor_whole():
-    rows = shard_of(torch.zeros(5, 3))
-    assert (rows.start, rows.end, rows.shape) == (0, 5, (5, 3))
-
-
-def test_on_one_process_rank_0_decides_and_its_error_passes():
-    assert dist.on_rank0(lambda: 7, dist.World()) == 7
-    with pytest.raises(ValueError, match="no"):
-        dist.on_rank0(lambda: int("no"), dist.World())

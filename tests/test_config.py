@@ -10,7 +10,6 @@ import torch
 
 from base.flags import Parser, RaisingParser
 from longhaul import cli, config_checks, dist
-from longhaul.checkpoint import resume
 from longhaul.config import DTYPE_SPELLINGS, TrainConfig
 from longhaul.lengths import rate_schedule
 from longhaul.memory import plan as planner
@@ -32,18 +31,14 @@ def parsed(*words: str) -> TrainConfig:
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-def test_a_number_below_its_range_is_refused_with_the_least_that_is_allowed(name):
+def test_a_number_below_its_range_or_without_end_is_refused(name):
     least = FIELDS[name].metadata["at_least"]
     words = f"--{name} {least - 1} is out of range: give a number of at least {least}$"
     with pytest.raises(ValueError, match=words):
         TrainConfig(**{name: least - 1})
-
-
-@pytest.mark.parametrize("name", BOUNDED)
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_number_that_is_not_finite_is_refused(name, value):
-    with pytest.raises(ValueError, match=f"--{name} {value} is out of range"):
-        TrainConfig(**{name: value})
+    for value in (math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"--{name} {value} is out of range"):
+            TrainConfig(**{name: value})
 
 
 def test_the_least_allowed_number_is_accepted():
@@ -60,12 +55,6 @@ def test_a_number_above_its_range_is_refused_with_the_most_that_is_allowed(name)
     with pytest.raises(ValueError, match=words):
         TrainConfig(**{name: most + 1})
     assert getattr(TrainConfig(**{name: most}), name) == most
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0, 1.5])
-def test_an_epsilon_that_adamw_cannot_use_is_refused_in_our_words(value):
-    with pytest.raises(ValueError, match=f"--adam eps={value} is out of range: give a number"):
-        TrainConfig(adam=(f"eps={value}",))
 
 
 @pytest.mark.parametrize("name", ["beta1", "beta2"])
@@ -101,12 +90,6 @@ def test_two_spellings_of_a_schedule_are_one_setting():
     assert TrainConfig(schedule="wsd:0.3").schedule == TrainConfig(schedule="wsd:.3:.1").schedule
 
 
-@pytest.mark.parametrize("text", ["linear", "", "wsd:1.5", "wsd:x", "cosine:0.1:0.1", "cosine:nan"])
-def test_an_unknown_schedule_is_refused(text):
-    with pytest.raises(ValueError, match="is unknown: give cosine"):
-        TrainConfig(schedule=text)
-
-
 def test_mlp_tiles_that_are_left_open_hold_at_most_4096_tokens():
     settings = dict(model_size="tiny", mlp_tiles=0)
     assert TrainConfig(**settings, context_length=4096).tiles == 1
@@ -138,31 +121,10 @@ def test_the_spellings_are_those_of_torch_too():
     assert parsed("--dtype=bfloat16").model().dtype is torch.bfloat16
 
 
-def test_a_spelling_in_a_file_and_in_a_replacement_is_normalised(tmp_path):
-    (tmp_path / "c.toml").write_text("dtype = 'float32'")
-    cfg = parsed("--config", str(tmp_path / "c.toml"))
-    assert cfg.dtype == "fp32"
-    assert dataclasses.replace(cfg, dtype="torch.bfloat16").dtype == "bf16"
-
-
-def test_the_identity_of_a_run_does_not_depend_on_the_spelling():
-    short, long = (TrainConfig(model_size="tiny", dtype=name) for name in ("fp32", "float32"))
-    same = [resume.identity(cfg, cfg.model()) for cfg in (short, long)]
-    assert same[0] == same[1]
-
-
 def test_the_profiler_takes_the_same_spellings():
     for spelling, short in DTYPE_SPELLINGS.items():
         profiled = cli.parse(ProfileConfig, ["--model_size", "tiny", "--dtype", spelling])
         assert profiled.training() == TrainConfig(model_size="tiny", dtype=short)
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "float16", "half", "float64", "torch.float", ""])
-def test_a_precision_that_training_does_not_have_is_refused(dtype):
-    with pytest.raises(ValueError, match=f"--dtype {dtype} is unknown: choose one of bf16, fp32"):
-        TrainConfig(dtype=dtype)
-    with pytest.raises(ValueError, match="--dtype .* is unknown"):
-        parsed("--dtype", dtype)
 
 
 # ---- the command line
@@ -203,36 +165,6 @@ def test_the_examples_of_help_are_commands_that_work(capsys):
         assert config_checks.ineffective_settings(cfg) == []
 
 
-@pytest.mark.parametrize(
-    "size, kind, remedy, owner",
-    [
-        ("window=8", "standard", "standard: give --attention_type nsa or .*, or drop --", "nsa"),
-        ("window=8", "indexed", "give name=value with a name of count", "nsa"),
-        ("count=8", "standard", "standard: give --attention_type nsa or .*, or drop --", "exact"),
-        ("count=8", "nsa", "give name=value with a name of cmp_block", "exact"),
-    ],
-)
-def test_sizes_of_another_attention_are_refused(size, kind, remedy, owner):
-    with pytest.raises(ValueError, match=f"--blocks .*{remedy}"):
-        TrainConfig(model_size="tiny", attention_type=kind, blocks=(size,))
-    cfg = TrainConfig(model_size="tiny", attention_type=owner, blocks=(size,))
-    assert config_checks.warnings(cfg) == []
-
-
-def test_examples_belong_to_one_program(capsys):
-    with pytest.raises(SystemExit):
-        cli.parse(ProfileConfig, ["--help"])
-    printed = capsys.readouterr().out
-    assert "torchrun" not in printed
-    assert TrainConfig.GROUPS["numerics"] in printed
-
-
-def test_a_help_text_names_units_and_what_zero_means():
-    for name in ("vocab_size", "rope_theta", "global_batch_size", "grad_clip"):
-        assert "; 0: " in FIELDS[name].metadata["help"]
-    assert FIELDS["eval_every"].metadata["help"].endswith("0: never")
-
-
 def test_switches_values_and_lists_are_read():
     cfg = parsed(
         *("--compile", "--no_async_save", "--gradient-checkpointing", "--mlp_tiles"),
@@ -270,40 +202,7 @@ def test_a_wrong_value_in_a_file_names_the_key_and_what_to_give(tmp_path, text, 
     assert str(caught.value).startswith(f"--config {path}: ")
 
 
-@pytest.mark.parametrize(
-    "pair, words",
-    [
-        ("num_layers", "give name=value with a name of vocab_size"),
-        ("num_layers=two", "give an integer"),
-        ("norm_eps=small", "give a number"),
-        ("tie_embeddings=maybe", "give true or false"),
-        ("compute_dtype=float16", "use the flag --dtype"),
-        ("rope_theta=1e6", "use the flag --rope_theta"),
-    ],
-)
-def test_a_wrong_override_of_the_model_is_quoted_with_what_to_give(pair, words):
-    with pytest.raises(ValueError, match=f"--model_overrides '{pair}': {words}"):
-        TrainConfig(model_overrides=(pair,))
-
-
-def test_an_override_given_twice_is_refused():
-    with pytest.raises(ValueError, match="num_layers is given twice: keep one"):
-        TrainConfig(model_overrides=("num_layers=2", "num_layers=3"))
-
-
 # ---- given twice
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--lr 1 --lr 1", "--lr is given twice: keep one"),
-        ("--compile --no_compile", "--compile and --no_compile are the same setting: keep one"),
-    ],
-)
-def test_a_setting_that_is_given_twice_is_refused(words, message):
-    with pytest.raises(ValueError, match=message):
-        parsed(*words.split())
 
 
 @pytest.mark.parametrize("text", ["-- a well-known a-b", "--- a/file-name.py", "--x-y is=a"])
@@ -311,13 +210,6 @@ def test_a_text_that_begins_with_dashes_is_not_changed(text):
     parser = Parser()
     parser.add_argument("--prompt")
     assert parser.parse_args(["--prompt", text]).prompt == text
-
-
-def test_a_flag_of_many_values_that_is_given_twice_is_answered_with_the_way_to_give_them():
-    parser = RaisingParser()
-    parser.add_argument("--input", nargs="+")
-    with pytest.raises(ValueError, match="given twice: give all its values after one --input"):
-        parser.parse_args(["--input", "a", "--input", "b"])
 
 
 def test_a_setting_under_two_names_in_a_file_is_refused_and_a_flag_wins_over_a_file(tmp_path):
@@ -370,18 +262,6 @@ def test_sparse_attention_over_rows_that_fit_in_its_window_is_warned_about():
     assert config_checks.warnings(TrainConfig(model_size="tiny", context_length=window)) == []
 
 
-def test_the_short_table_has_the_settings_that_differ_from_the_defaults():
-    cfg = TrainConfig(model_size="tiny", lr=0.5, blocks=("window=64",), attention_type="nsa")
-    names = ["model_size", "attention_type", "blocks", "lr"]
-    assert cfg.changed_settings() == names
-    lines = cfg.table().splitlines()
-    assert lines == [
-        "  model: model_size='tiny', attention_type='nsa', blocks=('window=64',)",
-        "  optimisation: lr=0.5",
-    ]
-    assert TrainConfig().changed_settings() == []
-
-
 # ---- unknown flags
 
 
@@ -431,8 +311,3 @@ def test_a_name_with_a_dot_and_a_key_of_a_file_are_answered_too(tmp_path):
     (tmp_path / "c.toml").write_text("seq_len = 3")
     with pytest.raises(ValueError, match="unknown flag --seq_len: did you mean --context_length"):
         parsed("--config", str(tmp_path / "c.toml"))
-
-
-def test_a_number_is_refused_in_words():
-    assert few("--seq_len", "x") == "argument --seq_len: 'x' is no integer: give one"
-    assert few("--seq_len", "9" * 30).endswith("30 digits: give one between -2^63 and 2^63")

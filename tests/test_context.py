@@ -49,52 +49,59 @@ UNTIED, FOUR = "tie_embeddings=False", "num_kv_heads=4"
 PARTS = dict(
     gradient_checkpointing="full", mlp_tiles=3, attention_head_groups=2, offload_activations=True
 )
-FAST = {
-    2: [
-        setting(STANDARD, 2, context_parallel_mode="ulysses"),
-        setting(SPARSE, 2, UNTIED, batch_size=2),
-        setting(STANDARD, 2, FOUR, batch_size=2, context_parallel_mode="ulysses", **PARTS),
-        setting(
-            STANDARD,
-            2,
-            batch_size=2,
-            context_parallel_mode="gather_kv",
-            gradient_checkpointing="selective",
-            mlp_tiles=2,
-        ),
-    ],
-}
-MORE = {
-    2: [
-        setting(STANDARD, 2, UNTIED, batch_size=2, gradient_checkpointing="full"),
-        setting(STANDARD, 2, packed=False, batch_size=4, loss="chunked"),
-        setting(SPARSE, 2, packed=False, batch_size=2, gradient_checkpointing="full"),
-        setting(SPARSE, 2, FOUR, batch_size=2, **PARTS),
-    ],
-    4: [
-        setting(STANDARD, 2, UNTIED, batch_size=2, dp_replicate=2),
-        setting(STANDARD, 4, batch_size=2),
-        setting(SPARSE, 2, batch_size=2),
-        setting(SPARSE, 4, FOUR, UNTIED, batch_size=4),
-    ],
-}
-ATTENTIONS = ((STANDARD, "ulysses"), (STANDARD, "gather_kv"), (SPARSE, "ulysses"))
-# {dp2cp2, dp1cp4} x attentions, tied and packed or untied and whole, in turn; selfcheck.equivalence
-# has all
-WHOLE = {4: []}
-for cp in (2, 4):
-    for turn, (base, mode) in enumerate(ATTENTIONS):
-        words = dict(context_parallel_mode=mode)
-        if (turn + cp // 2) % 2:
-            WHOLE[4].append(setting(base, cp, FOUR, batch_size=1, **words))
-        else:
-            WHOLE[4].append(setting(base, cp, FOUR, UNTIED, packed=False, batch_size=cp, **words))
-
-COMPILED = {
-    2: [
-        setting(base, 2, batch_size=2, compile=True, gradient_checkpointing="full")
-        for base in (STANDARD, SPARSE)
-    ]
+# {tier: (ranks, settings)}; selfcheck.equivalence has more
+TIERS = {
+    "fast": (
+        2,
+        [
+            setting(STANDARD, 2, context_parallel_mode="ulysses"),
+            setting(SPARSE, 2, UNTIED, batch_size=2),
+            setting(STANDARD, 2, FOUR, batch_size=2, context_parallel_mode="ulysses", **PARTS),
+            setting(
+                STANDARD,
+                2,
+                batch_size=2,
+                context_parallel_mode="gather_kv",
+                gradient_checkpointing="selective",
+                mlp_tiles=2,
+            ),
+        ],
+    ),
+    "more": (
+        2,
+        [
+            setting(STANDARD, 2, packed=False, batch_size=4, loss="chunked"),
+            setting(SPARSE, 2, packed=False, batch_size=2, gradient_checkpointing="full"),
+            setting(SPARSE, 2, FOUR, batch_size=2, **PARTS),
+        ],
+    ),
+    "four": (
+        4,
+        [
+            setting(STANDARD, 2, UNTIED, batch_size=2, dp_replicate=2),
+            setting(STANDARD, 2, FOUR, batch_size=1, context_parallel_mode="ulysses"),
+            setting(SPARSE, 2, batch_size=2),
+            setting(STANDARD, 4, batch_size=2),
+            setting(
+                STANDARD,
+                4,
+                FOUR,
+                UNTIED,
+                packed=False,
+                batch_size=4,
+                context_parallel_mode="ulysses",
+            ),
+            setting(STANDARD, 4, FOUR, batch_size=1, context_parallel_mode="gather_kv"),
+            setting(SPARSE, 4, FOUR, UNTIED, batch_size=4),
+        ],
+    ),
+    "compiled": (
+        2,
+        [
+            setting(base, 2, batch_size=2, compile=True, gradient_checkpointing="full")
+            for base in (STANDARD, SPARSE)
+        ],
+    ),
 }
 
 
@@ -102,12 +109,9 @@ def train_each(world: dist.World, settings: list) -> list[dict]:
     return [train(world, changes, packed) for changes, packed in settings]
 
 
-TIERS = {"fast": FAST, "more": MORE, "whole": WHOLE, "compiled": COMPILED}
-
-
 @functools.cache
-def ranks(size: int, tier: str) -> list:
-    return run_ranks(train_each, size, TIERS[tier][size])
+def ranks(tier: str) -> list:
+    return run_ranks(train_each, *TIERS[tier])
 
 
 @functools.cache
@@ -119,48 +123,25 @@ def truth(attention: str, overrides: tuple[str, ...], packed: bool) -> dict:
     )
 
 
-def check_parity(tier: str, size: int, index: int):
-    changes, packed = TIERS[tier][size][index]
+def cases(tier: str) -> list:
+    marks = () if tier == "fast" else pytest.mark.slow
+    return [pytest.param(tier, index, marks=marks) for index in range(len(TIERS[tier][1]))]
+
+
+@pytest.mark.parametrize("tier, index", [*cases("fast"), *cases("more"), *cases("four")])
+def test_ranks_that_share_rows_change_nothing(tier, index):
+    changes, packed = TIERS[tier][1][index]
     expected = truth(changes.get("attention_type", "standard"), changes["model_overrides"], packed)
-    for results in ranks(size, tier):
+    for results in ranks(tier):
         torch.testing.assert_close(results[index]["losses"], expected["losses"], rtol=0, atol=2e-6)
         assert_same(results[index], expected)
-
-
-def each(settings: dict) -> list:
-    return [
-        pytest.param(
-            size,
-            index,
-            id=f"{size} ranks {changes} {'packed' if packed else 'whole'}",
-        )
-        for size in settings
-        for index, (changes, packed) in enumerate(settings[size])
-    ]
-
-
-@pytest.mark.parametrize("size, index", each(FAST))
-def test_ranks_that_share_rows_change_nothing(size, index):
-    check_parity("fast", size, index)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size, index", each(MORE))
-def test_more_ranks_that_share_rows_change_nothing(size, index):
-    check_parity("more", size, index)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size, index", each(WHOLE))
-def test_every_way_to_share_rows_changes_nothing(size, index):
-    check_parity("whole", size, index)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(2))
 def test_compiled_layers_share_rows(index):
-    for results in ranks(2, "compiled"):
-        changes, packed = COMPILED[2][index]
+    changes, packed = TIERS["compiled"][1][index]
+    for results in ranks("compiled"):
         assert_same(
             results[index],
             truth(changes.get("attention_type", "standard"), changes["model_overrides"], packed),
@@ -436,7 +417,7 @@ def memory(world: dist.World, changes: dict, length: int) -> dict:
     with Largest() as largest:
         peak = min(
             peak_bytes(lambda: step.train_step(state, [batch]), torch.device("cpu"))
-            for _ in range(4)
+            for _ in range(4 if world.size > 1 else 1)
         )  # gloo's thread may let go of a buffer late
     return dict(kept=saved_bytes(lambda: state.model(**batch)), peak=peak, largest=largest.elements)
 

@@ -5,7 +5,6 @@ belongs to a text the same text.
 import json
 import random
 import sysconfig
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -138,24 +137,6 @@ def test_a_sample_of_the_embedded_corpus_has_the_same_ids(larger, tmp_path):
         assert_same(larger, theirs, document.text)
 
 
-def compare_corpus(folder: Path, every: int):
-    """Each `every`-th document of the embedded corpus of 85 MB, with the vocabulary that
-    data.prepare trains by default.
-    """
-    files, _ = read_corpus(embedded_files(), report=lambda line: None)
-    documents = list(by_directory(files))
-    ours = train((one.text for one in documents[::20]), 8192, folder / "t.model")
-    theirs = converted(ours.path, folder)
-    for document in documents[::every]:
-        assert_same(ours, theirs, document.text)
-
-
-@pytest.mark.slow
-def test_every_twelfth_document_of_the_embedded_corpus_has_the_same_ids(tmp_path):
-    """`python -m tests.test_convert_sentencepiece` compares all of them in about two minutes."""
-    compare_corpus(tmp_path, 12)
-
-
 def test_a_pair_of_another_place_in_the_list_changes_ids(small, tmp_path):
     """The comparisons above can fail."""
     content = tokenizer_json(small.path)
@@ -222,9 +203,3 @@ def test_a_file_that_is_cut_off_is_no_protobuf(small, tmp_path):
     torn.write_bytes(small.path.read_bytes()[:1001])
     with pytest.raises(ValueError, match=f"tokenizer {torn} is damaged.*: copy it again"):
         tokenizer_json(torn)
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        compare_corpus(Path(folder), 1)
-    print("every document of the embedded corpus has the same ids")

@@ -4,27 +4,22 @@ learned.
 
 import functools
 import json
-import math
 import re
 import shlex
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import train
 from data import pipeline
 from data.dataset import Dataset, open_dataset
 from data.load_tokenizer import load_tokenizer
-from data.manifest import MANIFEST
 from data.pipeline import build_dataset
 from data.prepare import main
-from data.prompts import Prompts
 from data.sources import Document
 from data.tokenizer import Tokenizer
 from data.tokenizer import train as train_tokenizer
-from data.writer import unigram_entropy
 from scripts import intuitor
 
 SEEN = [
@@ -96,29 +91,6 @@ def test_only_the_answer_and_the_end_are_learned_and_the_prompt_has_its_own_ids(
     assert dataset.masked and len(dataset.splits) == 2
 
 
-def test_the_entropy_is_of_the_answers_and_bits_per_byte_are_unknown(dataset):
-    for split in dataset.splits.values():
-        targets = []
-        for number, length in enumerate(split.lengths):
-            ids = split.read(number, 0, length)
-            targets += ids[split.learned(number, 0, length)].tolist()
-        assert split.unigram_entropy == unigram_entropy(np.bincount(targets))
-        assert math.isnan(split.bits_per_byte(1.0))
-    texts = [prompt_of(record) + answer_of(record) for record in RECORDS]
-    source_bytes = sum(split.source_bytes for split in dataset.splits.values())
-    assert source_bytes == len("".join(texts))
-
-
-def test_prompts_and_answers_are_read_back_as_their_texts(inputs, dataset):
-    tokenizer = Tokenizer(inputs / "tokenizer.model")
-    order = Prompts(dataset, longest=64, global_batch_rows=1)
-    found = [order.prompt(n) for n in range(order.split.num_documents)]
-    texts = {tokenizer.decode(one.tokens): tokenizer.decode(one.answer) for one in found}
-    expected = {prompt_of(record): answer_of(record) for record in RECORDS}
-    assert len(texts) == order.split.num_documents > 10
-    assert texts.items() <= expected.items()
-
-
 def test_two_threads_and_texts_in_parts_give_the_same_bytes(inputs, dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "BATCH_CHARS", 100)
     assert main(arguments(inputs, tmp_path / "d", "--workers", "2")) == 0
@@ -161,17 +133,6 @@ def test_a_tokenizer_is_trained_on_prompts_and_answers(tmp_path):
         assert len(tokenizer.encode(text)) == 1
 
 
-def test_without_an_answer_field_nothing_is_said_of_marks(inputs, tmp_path):
-    fields = ["--text_field", "question"]
-    assert main(arguments(inputs, tmp_path / "d", fields=fields)) == 0
-    assert "masked" not in json.loads((tmp_path / "d" / MANIFEST).read_text())
-    tokenizer = Tokenizer(inputs / "tokenizer.model")
-    documents = documents_of(open_dataset(tmp_path / "d"))
-    assert [tokenizer.decode(ids) for ids, _ in documents] == [
-        record["question"] for record in RECORDS
-    ]
-
-
 # ---- kills
 
 
@@ -192,7 +153,7 @@ def stopping(after: int):
     return stopped
 
 
-@pytest.mark.parametrize("change", [FIELDS, ["--text_field", "question"], [*FIELDS[:3], "{id}"]])
+@pytest.mark.parametrize("change", [FIELDS, [*FIELDS[:3], "{id}"]])
 def test_a_killed_preparation_continues_unless_another_field_is_asked(
     inputs, tmp_path, monkeypatch, capsys, change
 ):
@@ -259,28 +220,6 @@ def test_a_bad_row_of_parquet_is_refused_by_its_number(inputs, tmp_path, capsys)
         assert main(given) == 2
         assert message in capsys.readouterr().err
         assert not (tmp_path / "d").exists()
-
-
-BAD_FLAGS = {
-    "--input qa.jsonl a.txt --answer_field answer": "a.txt is read as text, which has no field for "
-    "--answer_field: give JSONL or parquet only",
-    "--answer_field answer": "--answer_field needs --input PATH",
-    "--input qa.jsonl --answer_field=": "--answer_field is empty: name a field",
-    "--input qa.jsonl --answer_field answer --documents directory": "--documents directory joins "
-    "records",
-    "--input qa.jsonl --answer_field {answer": "--answer_field '{answer' is no template",
-}
-
-
-@pytest.mark.parametrize("flags", BAD_FLAGS)
-def test_flags_that_leave_no_answer_are_refused(tmp_path, monkeypatch, capsys, flags):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "qa.jsonl").write_text(GOOD)
-    (tmp_path / "a.txt").write_text("one")
-    assert main([*flags.split(), "--output", "d"]) == 2
-    [error] = capsys.readouterr().err.splitlines()
-    assert BAD_FLAGS[flags] in error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "qa.jsonl"]
 
 
 # ---- what it is for

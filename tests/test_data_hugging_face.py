@@ -84,9 +84,9 @@ def prepare(text: Path, output: Path, tokenizer: Path, *flags) -> int:
 # ---- ids
 
 
-@pytest.mark.parametrize("text", DIFFICULT, ids=range(len(DIFFICULT)))
-def test_difficult_strings_have_the_ids_of_transformers(tokenizer, reference, text):
-    assert tokenizer.encode(text) == reference(text)["input_ids"]
+def test_difficult_strings_have_the_ids_of_transformers(tokenizer, reference):
+    for text in DIFFICULT:
+        assert tokenizer.encode(text) == reference(text)["input_ids"]
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -95,9 +95,9 @@ def test_any_text_has_the_ids_of_transformers(tokenizer, reference, text):
     assert tokenizer.encode(text) == reference(text)["input_ids"]
 
 
-@pytest.mark.parametrize("size", [500_000, pytest.param(8_000_000, marks=pytest.mark.slow)])
-def test_the_embedded_corpus_has_the_ids_of_transformers(qwen, reference, tmp_path, size):
-    """In samples of it, because all 88 MB take two minutes; special tokens in it stay text."""
+def test_the_embedded_corpus_has_the_ids_of_transformers(qwen, reference, tmp_path):
+    """In a sample of it, because all 88 MB take two minutes; special tokens in it stay text."""
+    size = 500_000
     output = ["--output", str(tmp_path / "d"), "--tokenizer", str(qwen)]
     assert main([*output, "--max_bytes", str(size), "--val_fraction", "0"]) == 0
     dataset = open_dataset(tmp_path / "d", verify=True)
@@ -118,7 +118,7 @@ def test_the_embedded_corpus_has_the_ids_of_transformers(qwen, reference, tmp_pa
 ALPHABET = "ab1 .}/'<\n\n\n\r\t\u0301\u65e5"
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_text_in_parts_has_the_ids_of_the_whole(tokenizer, seed):
     draw = random.Random(seed)
     text = "".join(draw.choices(ALPHABET, k=3000)) + TRAINING[0][:3000]
@@ -150,13 +150,12 @@ def test_a_long_text_is_cut_into_parts_unless_its_kind_is_unknown(tokenizer, qwe
         assert not hugging_face.is_cuttable(content | change), change
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_threads_give_the_ids_of_one_call(small, tmp_path, monkeypatch, workers):
+def test_threads_give_the_ids_of_one_call(small, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "BATCH_CHARS", 5000)
     texts = [*TRAINING, "", "short"]
     documents = [pipeline.Document(str(n), text) for n, text in enumerate(texts)]
     path = pipeline.copy_tokenizer(load_tokenizer(small), tmp_path)
-    encoded = pipeline.encode(documents, path, workers)
+    encoded = pipeline.encode(documents, path, 2)
     whole = load_tokenizer(small)
     for document, text in zip(encoded, texts, strict=True):
         assert document.tokens.tolist() == whole.encode(text)
@@ -188,12 +187,6 @@ def test_decoding_one_id_at_a_time_equals_decoding_all(tokenizer):
     stream = tokenizer.stream()
     parts = [stream.push(index) for index in [*ids, tokenizer.eod_id]]
     assert "".join(parts) + stream.finish() == tokenizer.decode(ids)
-
-
-def test_an_unfinished_character_shows_as_the_replacement_character(tokenizer):
-    stream = tokenizer.stream()
-    assert stream.push(tokenizer.encode("\U0001f9ff")[0]) == ""
-    assert stream.finish() == "\ufffd"
 
 
 def test_special_tokens_are_spelled_only_on_request(tokenizer):
@@ -274,12 +267,9 @@ BAD_FOLDERS = [
     ("tokenizer_config.json", dict(eos_token="<think>"), "is no special token .*: give --eod"),
     ("tokenizer_config.json", dict(eos_token="a"), "is no special token of .*: give --eod"),
     ("tokenizer.json", "{", "is no tokenizer.json of Hugging Face"),
-    ("tokenizer.json", [], "is no tokenizer.json of Hugging Face"),
-    ("tokenizer.json", dict(model=dict(vocab={})), "is no tokenizer.json of Hugging Face"),
     ("tokenizer.json", dict(model=dict(vocab={"a": -1})), "is no tokenizer.json of Hugging Face"),
     ("tokenizer.json", dict(model=dict(vocab={"a": 0}, dropout=0.1)), "dropout"),
     ("tokenizer.json", dict(model=dict(vocab={"a": 0}, type="X")), "is not one that tokenizers"),
-    ("tokenizer.json", dict(model=dict(vocab=[1])), "is no tokenizer.json of Hugging Face"),
     (
         "tokenizer.json",
         dict(model=dict(vocab={"a": 0}), added_tokens=[1]),
@@ -294,12 +284,6 @@ def test_a_folder_that_cannot_be_used_is_refused(small, tmp_path, name, content,
     with pytest.raises(ValueError, match=message) as error:
         load_tokenizer(folder)
     assert "\n" not in str(error.value)
-
-
-def test_a_slow_tokenizer_is_refused_with_the_command_that_makes_it_fast(tmp_path):
-    (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"has no fast tokenizer: make one with `python -c .*save"):
-        load_tokenizer(tmp_path)
 
 
 def test_a_pickle_under_the_name_of_a_tokenizer_is_not_opened(tmp_path):
@@ -373,40 +357,6 @@ def run(prepared, tmp_path_factory):
     output = tmp_path_factory.mktemp("run") / "run"
     train.main([*RUN.split(), "--data", str(prepared), "--output_dir", str(output)])
     return output
-
-
-def test_a_run_samples_and_generates_with_the_tokenizer_next_to_its_checkpoints(run, small, capsys):
-    words = ["--checkpoint", str(run), "--prompt", "def caf\u00e9(", "--device", "cpu"]
-    generate.main([*words, "--max_new_tokens", "8"])
-    own = capsys.readouterr().out
-    assert own.startswith("def caf\u00e9(")
-    generate.main([*words, "--max_new_tokens", "8", "--tokenizer", str(small)])
-    assert capsys.readouterr().out == own
-
-
-def test_init_from_a_folder_with_another_tokenizer_says_what_to_run(
-    prepared, small, run, tmp_path, capsys
-):
-    from scripts import convert_qwen3
-
-    convert_qwen3.main(["--checkpoint", str(run), "--output", str(tmp_path / "hf")])
-    usual = "--context_length 64 --max_steps 1 --warmup_steps 0 --eval_every 0 --device cpu"
-    words = [*usual.split(), "--data", str(prepared), "--init_from", str(tmp_path / "hf")]
-    assert AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == 600
-    train.main([*words, "--output_dir", str(tmp_path / "same")])
-
-    content = json.loads((small / "tokenizer.json").read_text())
-    vocab = content["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(content))
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        train.main([*words, "--output_dir", str(tmp_path / "other")])
-    assert stop.value.code == 2
-    said = capsys.readouterr().err
-    assert f"another tokenizer than --init_from {tmp_path / 'hf'}" in said
-    assert f"data.prepare --input YOUR_TEXT --tokenizer {tmp_path / 'hf'} --output NEW" in said
-    assert not (tmp_path / "other").exists()
 
 
 def test_a_converted_folder_keeps_its_tokenizer(prepared, small, run, tmp_path, capsys):

@@ -6,13 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from base import durable
 from data import report
-from data.dataset import open_dataset
 from data.loader import IGNORE, Loader
-from data.manifest import MANIFEST, IntegrityError
+from data.manifest import MANIFEST
 from data.storage import Storage, token_dtype
-from data.writer import TokenizedDocument, Writer, unigram_entropy, write_dataset
+from data.writer import TokenizedDocument, unigram_entropy, write_dataset
 
 VOCAB = 50
 EOD = 0
@@ -114,41 +112,11 @@ def test_a_dataset_without_marks_says_nothing_of_them(tmp_path):
     assert not made.masked and made.split("train").learned(0, 1, 5).tolist() == [True, True]
 
 
-def test_a_flipped_mark_is_found(tmp_path):
-    made = write(tmp_path / "d")
-    path = made.manifest.shards[0].ids.path
-    content = bytearray(path.read_bytes())
-    content[1] ^= 0x80
-    path.write_bytes(content)
-    with pytest.raises(IntegrityError, match="shard-00000.bin is damaged"):
-        open_dataset(tmp_path / "d", verify=True)
-
-
 def test_an_id_beyond_the_vocabulary_is_found_under_a_mark():
     storage = Storage.of(VOCAB, masked=True)
     stored = storage.stored(np.array([3, VOCAB]), np.array([True, False]))
     assert stored[1] > 1 << 15
     assert storage.ids(stored).tolist() == [3, VOCAB]
-
-
-def test_a_writer_of_marks_continues_where_it_was_saved(tmp_path):
-    documents = documents_of()
-    (tmp_path / "d").mkdir()
-    writer = Writer(tmp_path / "d", VOCAB, EOD, 300, masked=True)
-    for document in documents[:31]:
-        writer.add(document)
-    records = [shard.record() for shard in writer.shards]
-    writer.add(documents[50])
-    writer = Writer(tmp_path / "d", VOCAB, EOD, 300, masked=True)
-    writer.restore(records)
-    for document in documents[len(writer.lengths) :]:
-        writer.add(document)
-    writer.finish(None, [], 0.2)
-    durable.remove(writer.working)
-
-    write(tmp_path / "whole")
-    for path in (tmp_path / "whole").iterdir():
-        assert path.read_bytes() == (tmp_path / "d" / path.name).read_bytes(), path.name
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,6 @@ nothing written.
 import gzip
 import hashlib
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +13,10 @@ from data import pipeline
 from data.dataset import Dataset, open_dataset
 from data.inputs import look_into
 from data.pipeline import build_dataset, encode, scan
-from data.prepare import main, new_parser, parse
+from data.prepare import main
 from data.sources import Document, TextFiles, by_directory, refuse
 from data.tokenizer import Tokenizer
 
-ROOT = Path(__file__).parent.parent
 WORDS = (
     "the quick brown fox jumps over the lazy dog "
     "while seven wizards box and sing about long context\n"
@@ -34,6 +30,9 @@ TRICKY = [
     "tab\tand  spaces   ",
     "\n\n\n",
     "\u00e9\u65e5\U0001f600",
+    "\U0001f525\u200d\ufffd\U0010ffff",
+    "<s> </s> <unk> <0x00> <0xE2>",
+    "a\u2028b\u2029c\x0bd\x0ce\x85f",
 ]
 
 
@@ -50,19 +49,8 @@ def folder(tmp_path):
         (root / f"{n}.txt").write_text(text_of(n))
         (root / "b" / f"{n}.txt").write_text(text_of(10 + n))
     for n, text in enumerate(TRICKY):
-        (root / "b" / "deep" / f"{n}.txt").write_bytes(text.encode())
+        (root / "b" / "deep" / f"{n:02}.txt").write_bytes(text.encode())
     return root
-
-
-def run(*arguments, **settings) -> subprocess.CompletedProcess:
-    """The command line as a user runs it."""
-    return subprocess.run(
-        [sys.executable, "-m", "data.prepare", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        **settings,
-    )
 
 
 def texts_of(dataset: Dataset) -> list[str]:
@@ -77,10 +65,6 @@ def texts_of(dataset: Dataset) -> list[str]:
     return found
 
 
-def contents_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
 # --- reading
 
 
@@ -92,13 +76,13 @@ def test_folders_are_walked_in_sorted_order_without_hidden_entries(folder):
     (folder / "__pycache__" / "a.pyc").write_bytes(bytes([0xA7, 0x0D]))
     names = [str(path.relative_to(folder)) for path in look_into(folder).files]
     assert names == [f"{n}.txt" for n in range(6)] + [f"b/{n}.txt" for n in range(6)] + [
-        f"b/deep/{n}.txt" for n in range(8)
+        f"b/deep/{n:02}.txt" for n in range(len(TRICKY))
     ]
 
 
 def test_a_link_to_a_folder_is_not_followed_and_is_named(folder, tmp_path):
     (folder / "loop").symlink_to(folder)
-    assert len(look_into(folder).files) == 20
+    assert len(look_into(folder).files) == 12 + len(TRICKY)
     [note] = TextFiles([folder]).notes()
     assert f"left out: {folder / 'loop'}, because links to folders are not followed" in note
 
@@ -121,11 +105,6 @@ def test_jsonl_gives_a_document_per_line_also_from_gzip(tmp_path):
     documents = list(TextFiles([tmp_path], text_field="body").documents())
     assert [d.text for d in documents] == TRICKY * 2
     assert documents[1].name == f"{tmp_path}/a.jsonl:3"
-
-
-def test_gzip_text_is_read(tmp_path):
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("h\u00e9llo".encode()))
-    assert [d.text for d in TextFiles([tmp_path]).documents()] == ["h\u00e9llo"]
 
 
 RECORDS = [{"id": 1, "body": "one, two"}, {"id": 2, "body": "x\ny"}]
@@ -178,9 +157,8 @@ BAD_FILES = {
         r"lone.jsonl:1: character 2 of 'text' is a lone surrogate",
     ),
     "deep.jsonl": (b"[" * 100_000 + b"\n", r"deep.jsonl:1: this line is not JSON"),
-    "bad.txt.gz": (b"not gzip", r"bad.txt.gz is damaged gzip"),
-    "cut.txt.gz": (gzip.compress(b"hello" * 100)[:-9], r"cut.txt.gz is damaged gzip"),
-    "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 100)[:-9], r"cut.jsonl.gz is damaged gzip"),
+    "cut.txt": (b"abc\xf0\x9f\x98", r"cut.txt:3: byte 0xf0"),
+    "overlong.txt": (b"ab\xc0\x80", r"overlong.txt:2: byte 0xc0"),
 }
 
 
@@ -231,31 +209,6 @@ def test_files_are_hashed_whole_even_behind_damage(tmp_path):
     assert len(reports) == 2 * 3
 
 
-def test_preparation_reads_each_file_twice_and_hashes_it_once(folder, tmp_path):
-    script = """
-import sys
-from data.prepare import main
-folder, output = sys.argv[1:]
-opened = []
-def note(event, arguments):
-    if event == "open" and str(arguments[0]).startswith(folder):
-        opened.append(str(arguments[0]))
-sys.addaudithook(note)
-code = main(["--input", folder, "--output", output, "--vocab_size", "350"])
-print(*opened, sep="\\n", file=sys.stderr)
-sys.exit(code)
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(folder), str(tmp_path / "d")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0
-    texts = [str(path) for path in look_into(folder).files]
-    assert sorted(result.stderr.splitlines()) == sorted(texts * 3)
-
-
 def test_a_path_that_is_not_there_and_an_empty_folder_are_refused(tmp_path):
     with pytest.raises(ValueError, match="nothing is not a file or folder"):
         look_into(tmp_path / "nothing")
@@ -291,11 +244,10 @@ def test_threads_give_the_ids_of_one_thread_in_order(folder, tmp_path, monkeypat
     documents = [Document(str(n), text_of(n, 50 * n)) for n in range(40)] + [Document("", "")]
     monkeypatch.setattr(pipeline, "BATCH_CHARS", 5000)
     one = list(encode(documents, dataset.tokenizer_path, 1))
-    for workers in (2, 3):
-        many = list(encode(iter(documents), dataset.tokenizer_path, workers))
-        assert [(d.tokens.tolist(), d.source_bytes) for d in many] == [
-            (d.tokens.tolist(), d.source_bytes) for d in one
-        ]
+    many = list(encode(iter(documents), dataset.tokenizer_path, 3))
+    assert [(d.tokens.tolist(), d.source_bytes) for d in many] == [
+        (d.tokens.tolist(), d.source_bytes) for d in one
+    ]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -318,11 +270,9 @@ def test_a_long_document_is_encoded_in_parts_with_the_ids_of_the_whole(
 # --- the command line
 
 
-def test_a_folder_becomes_a_dataset_that_gives_every_byte_back(folder, tmp_path):
-    result = run(
-        "--input", folder, "--output", tmp_path / "d", "--vocab-size", 350, "--val-fraction", 0.2
-    )
-    assert result.returncode == 0, result.stderr
+def test_a_folder_becomes_a_dataset_that_gives_every_byte_back(folder, tmp_path, capsys):
+    sizes = ["--vocab-size", "350", "--val-fraction", "0.2"]
+    assert main(["--input", str(folder), "--output", str(tmp_path / "d"), *sizes]) == 0
     dataset = open_dataset(tmp_path / "d", verify=True)
     expected = [path.read_bytes().decode() for path in look_into(folder).files]
     assert sorted(texts_of(dataset)) == sorted(expected)
@@ -330,7 +280,10 @@ def test_a_folder_becomes_a_dataset_that_gives_every_byte_back(folder, tmp_path)
     assert sum(split.source_bytes for split in dataset.splits.values()) == sum(
         len(t.encode()) for t in expected
     )
-    assert dataset.manifest.sources[0]["files"] == 20 and "bytes/token" in result.stdout
+    assert (
+        dataset.manifest.sources[0]["files"] == len(expected)
+        and "bytes/token" in capsys.readouterr().out
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"input", "d"}
 
 
@@ -362,19 +315,8 @@ def test_an_only_document_is_cut_without_losing_a_character(text):
 def test_an_existing_tokenizer_is_used_as_it_is(folder, tmp_path):
     assert main(["--input", str(folder), "--output", str(tmp_path / "a"), "--vocab_size=350"]) == 0
     model = tmp_path / "a" / "tokenizer.model"
-    assert (
-        main(
-            [
-                "--input",
-                str(folder / "0.txt"),
-                "--output",
-                str(tmp_path / "b"),
-                "--tokenizer",
-                str(model),
-            ]
-        )
-        == 0
-    )
+    words = ["--input", str(folder / "0.txt"), "--output", str(tmp_path / "b")]
+    assert main([*words, "--tokenizer", str(model)]) == 0
     assert Dataset(tmp_path / "a").tokenizer_sha256 == Dataset(tmp_path / "b").tokenizer_sha256
     assert Dataset(tmp_path / "b").tokenizer_path.read_bytes() == model.read_bytes()
 
@@ -383,27 +325,7 @@ def test_the_output_inside_the_input_does_not_read_itself(folder):
     assert (
         main(["--input", str(folder), "--output", str(folder / "out"), "--vocab_size", "350"]) == 0
     )
-    assert sum(s.num_documents for s in Dataset(folder / "out").splits.values()) == 20
-
-
-def test_directories_as_documents_are_longer_and_fewer(folder, tmp_path):
-    assert (
-        main(
-            [
-                "--input",
-                str(folder),
-                "--output",
-                str(tmp_path / "d"),
-                "--vocab_size",
-                "350",
-                "--documents",
-                "directory",
-            ]
-        )
-        == 0
-    )
-    texts = texts_of(Dataset(tmp_path / "d"))
-    assert len(texts) == 3 and any(f"# {folder}/b/0.txt\n{text_of(10)}" in text for text in texts)
+    assert sum(s.num_documents for s in Dataset(folder / "out").splits.values()) == 12 + len(TRICKY)
 
 
 def test_skipped_documents_are_named_on_screen(folder, tmp_path, capsys):
@@ -414,7 +336,7 @@ def test_skipped_documents_are_named_on_screen(folder, tmp_path, capsys):
     assert (
         capsys.readouterr().err.count("bad.txt:2: byte 0xff is not UTF-8") == 2
     )  # refused once, left out once
-    assert len(texts_of(Dataset(tmp_path / "d"))) == 20
+    assert len(texts_of(Dataset(tmp_path / "d"))) == 12 + len(TRICKY)
 
 
 def test_what_was_left_out_is_named_also_if_nothing_is_left(tmp_path, capsys):
@@ -425,118 +347,3 @@ def test_what_was_left_out_is_named_also_if_nothing_is_left(tmp_path, capsys):
     left_out, error = capsys.readouterr().err.splitlines()
     assert left_out.startswith("left out: ") and "bad.txt:2: byte 0xff is not UTF-8" in left_out
     assert "there is no text in the input" in error
-
-
-def test_linked_folders_are_named_on_screen(folder, tmp_path, capsys):
-    (folder / "loop").symlink_to(folder)
-    arguments = ["--input", str(folder), "--output", str(tmp_path / "d"), "--vocab_size", "350"]
-    assert main(arguments) == 0
-    assert f"left out: {folder / 'loop'}" in capsys.readouterr().err
-
-
-BAD_REQUESTS = {
-    "--inptu x": "unknown flag --inptu: did you mean --input?",
-    "--input IN --ouput=x --output OUT": "unknown flag --ouput: did you mean --output?",
-    "--zzz": "unknown flag --zzz: choose from --help, --input",
-    "--input IN": "--input needs --output DIR",
-    "--input NOWHERE --output OUT": "is not a file or folder",
-    "--input EMPTY --output OUT": "no files in",
-    "--input BLANK --output OUT": "there is no text in the input",
-    "--input BAD --output OUT": "bad.txt:2: byte 0xff is not UTF-8",
-    "--input IN --output OUT --vocab_size 100": "use at least 259",
-    "--input IN --output OUT --vocab_size 50000": "use --vocab_size",
-    "--input IN --output OUT --vocab_size many": "'many' is no integer: give one",
-    "--input IN --output OUT --tokenizer BAD": "is not a sentencepiece model",
-    "--input IN --output OUT --tokenizer NOWHERE": "is not a file",
-    "--input IN --output OUT --tokenizer BAD --vocab_size 300": "exclude each other",
-    "--input IN --output OUT --val_fraction 1": "allowed are 0",
-    "--input IN --output OUT --workers 0": "workers is 0",
-    "--input IN --output OUT --documents page": "--documents 'page' is unknown",
-    "--input IN --output OUT --max_bytes 5": "--max_bytes is for the embedded corpus",
-    "--input IN --output TAKEN": "is not empty: choose another --output",
-    "--input IN --output BAD": "is not a folder: choose another --output",
-    "--input IN --output BAD/below": "cannot be made",
-    "--tokenizer BAD": "--tokenizer needs --output DIR",
-    "--character_coverage 0.9": "--character_coverage needs --output DIR",
-    "--text_field body": "--text_field needs --input",
-    "--output OUT --on_error skip": "--on_error needs --input",
-    "--input IN --output OUT --tokenizer BAD --character_coverage 0.9": "exclude each other",
-    "--input IN --output OUT --character_coverage 7": "character_coverage is 7",
-}
-
-
-@pytest.fixture
-def places(tmp_path):
-    paths = {
-        name: tmp_path / name for name in ("IN", "OUT", "NOWHERE", "EMPTY", "BLANK", "BAD", "TAKEN")
-    }
-    for name in ("IN", "EMPTY", "BLANK", "TAKEN"):
-        paths[name].mkdir()
-    paths["BAD"] = tmp_path / "bad.txt"
-    (paths["IN"] / "a.txt").write_text(text_of(0))
-    (paths["BLANK"] / "a.txt").write_text("")
-    paths["BAD"].write_bytes(b"ab\xff")
-    (paths["TAKEN"] / "thesis.txt").write_text("mine")
-    return paths
-
-
-def fill(request_line: str, places: dict[str, Path]) -> list[str]:
-    words = (word.partition("/") for word in request_line.split())
-    return [str(places.get(head, head)) + slash + tail for head, slash, tail in words]
-
-
-def tree_of(folder: Path) -> list[tuple[str, bytes | None]]:
-    return [
-        (str(path), path.read_bytes() if path.is_file() else None)
-        for path in sorted(folder.rglob("*"))
-    ]
-
-
-@pytest.mark.parametrize("request_line", BAD_REQUESTS)
-def test_a_bad_request_is_one_line_exit_code_2_and_nothing_written(
-    places, tmp_path, capsys, request_line
-):
-    before = tree_of(tmp_path)
-    assert main(fill(request_line, places)) == 2
-    error = capsys.readouterr().err
-    assert BAD_REQUESTS[request_line] in error and error.count("\n") == 1
-    assert tree_of(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    "request_line",
-    [
-        "--inptu x",
-        "--input NOWHERE --output OUT",
-        "--input BAD --output OUT",
-        "--input IN --output TAKEN",
-        "--input IN --output OUT --tokenizer BAD",
-    ],
-)
-def test_the_process_itself_ends_with_2_and_one_line(places, request_line):
-    result = run(*fill(request_line, places))
-    assert result.returncode == 2 and result.stdout == ""
-    assert BAD_REQUESTS[request_line] in result.stderr and result.stderr.count("\n") == 1
-
-
-def test_a_dataset_is_never_overwritten(folder, tmp_path, capsys):
-    arguments = ["--input", str(folder), "--output", str(tmp_path / "d"), "--vocab_size", "350"]
-    assert main(arguments) == 0
-    before = contents_of(tmp_path / "d")
-    assert main(arguments) == 2
-    assert (
-        "already holds a dataset" in capsys.readouterr().err
-        and contents_of(tmp_path / "d") == before
-    )
-
-
-def test_help_names_every_flag_and_ends_well():
-    result = run("--help")
-    assert result.returncode == 0
-    for flag in new_parser().known_flags():
-        assert flag in result.stdout
-
-
-def test_hyphens_and_underscores_in_flags_are_the_same():
-    assert parse(["--max-bytes=5"]) == parse(["--max_bytes", "5"])
-    assert parse(["--input", "a-b", "--output", "c-d"]).input == ["a-b"]

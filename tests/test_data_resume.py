@@ -63,7 +63,7 @@ def contents_of(folder: Path) -> dict[str, bytes]:
 # ---- the writer
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_writer_continues_after_its_full_shards_and_writes_the_same_bytes(tmp_path, seed):
     """Shards of 200 tokens; the writer is lost after any document, in any shard."""
     draw = random.Random(seed)
@@ -149,7 +149,7 @@ def whole(tmp_path_factory, small_shards):
     return contents_of(output)
 
 
-@pytest.mark.parametrize("stop", [0, 1, 29, 30, 31, 45, 59])
+@pytest.mark.parametrize("stop", [0, 30, 45, 59])
 def test_a_preparation_continues_after_any_document(tmp_path, whole, stop):
     prepare(tmp_path / "d", stop=stop)
     said = prepare(tmp_path / "d")
@@ -170,14 +170,6 @@ def test_what_is_done_is_not_encoded_again(tmp_path, whole, monkeypatch):
     monkeypatch.setattr(pipeline, "encode", watched)
     prepare(tmp_path / "d")
     assert 5 < len(encoded) < 12
-    assert contents_of(tmp_path / "d") == whole
-
-
-def test_it_may_be_killed_many_times(tmp_path, whole):
-    prepare(tmp_path / "d", stop=31)
-    for stop in range(2, 30, 2):
-        prepare(tmp_path / "d", stop=stop)
-    prepare(tmp_path / "d")
     assert contents_of(tmp_path / "d") == whole
 
 
@@ -223,26 +215,13 @@ def test_a_kill_before_or_after_any_operation_of_the_disk_leaves_the_same_bytes(
 TRAINED = dict(tokenizer=None, vocab_size=310)
 
 
-@pytest.mark.parametrize(
-    "change", [dict(key="others"), TRAINED, dict(val_fraction=0.3), dict(key=None)]
-)
+@pytest.mark.parametrize("change", [dict(key="others"), TRAINED, dict(val_fraction=0.3)])
 def test_other_documents_or_settings_begin_anew(tmp_path, change):
     prepare(tmp_path / "whole", **change)
     prepare(tmp_path / "d", stop=50)
     said = prepare(tmp_path / "d", **change)
     assert not any("continuing" in line for line in said)
     assert contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")
-
-
-def test_a_kill_after_the_manifest_was_written_is_finished(tmp_path, whole, monkeypatch):
-    def killed(path):
-        raise Killed
-
-    monkeypatch.setattr(durable, "remove", killed)
-    prepare(tmp_path / "d")
-    monkeypatch.undo()
-    prepare(tmp_path / "d", stop=0)
-    assert contents_of(tmp_path / "d") == whole
 
 
 def test_a_second_process_on_the_same_output_is_refused(tmp_path, capsys):

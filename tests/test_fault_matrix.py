@@ -23,10 +23,3 @@ def test_every_row_of_the_fault_matrix_holds(group):
 
 def test_no_number_stands_for_two_rows():
     assert len({row.number for row in EVERY}) == len(EVERY)
-
-
-@pytest.mark.parametrize("words", ["G", "99", "1-", "x"])
-def test_rows_that_do_not_exist_are_refused_in_one_line(words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        fault_matrix.main(["--rows", words])
-    assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1

@@ -96,12 +96,11 @@ def test_a_screen_whose_reader_has_gone_drops_what_is_written(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [[sys.executable], TORCHRUN])
-def test_a_run_whose_output_nobody_reads_any_more_is_saved_all_the_same(launcher, tmp_path):
+def test_a_run_whose_output_nobody_reads_any_more_is_saved_all_the_same(tmp_path):
     source, out = runs.dataset(tmp_path / "data"), tmp_path / "run"
     flags = runs.arguments(source, out, "--max_steps", "1000000", "--schedule", "constant")
     process = subprocess.Popen(
-        [*launcher, "train.py", *flags],
+        [*TORCHRUN, "train.py", *flags],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

@@ -67,12 +67,6 @@ def test_the_time_that_remains_is_that_of_the_steps_so_far(monkeypatch, capsys):
     assert capsys.readouterr().out.endswith(", 12 min left\n")
 
 
-def test_progress_shows_what_an_indexer_learns(capsys):
-    figures = dict(indexer_kl=0.5, indexer_recall=0.875)
-    log.Lines(first_step=0, last_step=10).step(record(1) | figures)
-    assert ", indexer_kl 0.500, indexer_recall 0.875, lr " in capsys.readouterr().out
-
-
 def test_a_terminal_gets_a_bar(logger, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
@@ -114,12 +108,6 @@ def test_a_resumed_run_drops_steps_and_validations_after_its_checkpoint(logger, 
     shown.close()
     logger(first_step=2).close()
     assert [one["step"] for one in records(tmp_path)] == [1, 1, 2, 2]
-
-
-def test_a_validation_that_is_not_finite_is_null(logger, tmp_path):
-    logger().validation(1, [log.Validation("a", 1.0, math.nan, 7)])
-    (found,) = records(tmp_path)
-    assert found["validation_loss"] is None and found["validation_perplexity"] is None
 
 
 def test_files_of_json_have_null_for_what_is_no_number(tmp_path):

@@ -16,7 +16,6 @@ from data.mixture import (
     Split,
     Turns,
     left_out,
-    open_corpora,
     order,
     parse,
     parts,
@@ -70,31 +69,15 @@ def random_shares(rng: random.Random) -> list[Fraction]:
 
 
 def test_each_corpus_is_within_one_row_of_its_share_at_every_position():
+    """With the last shares, taking turns by the largest deficit would be 1.5 rows off."""
     rng = random.Random(0)
-    for _ in range(100):
-        shares = random_shares(rng)
+    drawn = [random_shares(rng) for _ in range(100)]
+    for shares in [*drawn, [Fraction(4, 24)] * 5 + [Fraction(1, 240)] * 40]:
         turns = Turns(shares)
         places = np.arange(turns.period + 1)
         for corpus, share in enumerate(shares):
             had = np.concatenate([[0], np.cumsum(turns.corpus == corpus)])
             assert np.abs(had - places * float(share)).max() < 1
-
-
-def test_the_largest_deficit_alone_would_drift_by_more_than_a_row():
-    """Why `Turns` is not the obvious rule, which for these shares is 1.5 rows off."""
-    shares = [Fraction(4, 24)] * 5 + [Fraction(1, 240)] * 40
-    deficits = [Fraction(0)] * len(shares)
-    worst = Fraction(0)
-    for _ in range(240):
-        deficits = [deficit + share for deficit, share in zip(deficits, shares, strict=True)]
-        deficits[deficits.index(max(deficits))] -= 1
-        worst = max(worst, *map(abs, deficits))
-    assert worst > 1
-
-    turns = Turns(shares)
-    for corpus, share in enumerate(shares):
-        had = np.cumsum(turns.corpus == corpus)
-        assert np.abs(had - np.arange(1, 241) * float(share)).max() < 1
 
 
 def test_counts_and_turns_are_those_of_reading_from_the_start():
@@ -115,11 +98,6 @@ def test_row_one_billion_is_found_in_less_than_a_millisecond(corpora):
     assert (time.process_time() - begin) / 100 < 1e-3  # 0.02 ms on an idle core
 
 
-def test_shares_without_a_short_period_are_refused():
-    with pytest.raises(ValueError, match="fewer digits"):
-        Turns([Fraction(1, 3**13), 1 - Fraction(1, 3**13)])
-
-
 # ---- the rows
 
 
@@ -135,7 +113,7 @@ def test_the_first_rows_have_the_shares_and_each_corpus_its_own_order(corpora):
         np.testing.assert_array_equal(tokens, alone.rows([20 * turn]).tokens)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_the_order_is_the_same_for_every_number_of_ranks(corpora, world_size):
     rows = mixture(corpora, seed=5)
     for step in (0, 1, 100):
@@ -144,12 +122,6 @@ def test_the_order_is_the_same_for_every_number_of_ranks(corpora, world_size):
         for part in range(4):
             joined = np.concatenate([share[part] for share in shares])
             np.testing.assert_array_equal(joined, whole[part])
-
-
-def test_the_state_is_a_position_and_the_shares(corpora):
-    state = mixture(corpora, seed=3).state(100)
-    shares = {"web": "1/2", "books": "3/10", "code": "1/5"}
-    assert json.loads(json.dumps(state)) == {"seed": 3, "position": 600, "shares": shares}
 
 
 def test_tokens_seen_count_every_row_that_was_read_and_none_that_was_skipped(corpora):
@@ -165,15 +137,6 @@ def test_one_corpus_is_read_as_without_a_mixture(corpora):
     alone = (Corpus("web", corpora[0].dataset, Fraction(1)),)
     assert isinstance(order(alone, 64, 4), Loader)
     assert order(alone, 64, 4).tokens_seen(3) == {}
-
-
-def test_the_summary_says_the_epochs_of_each_corpus(corpora):
-    rows = mixture(corpora)
-    lines = rows.summary(100)
-    epochs = 300 / Loader(corpora[0].dataset, 64, 1).rows_per_epoch
-    assert len(lines) == 3
-    assert "50.00% web: " in lines[0]
-    assert f"{epochs:.2f} epochs in 100 steps" in lines[0]
 
 
 def test_short_documents_are_warned_of_by_their_share_of_the_mixture(corpora):
@@ -275,30 +238,6 @@ def test_shares_are_exact_decimals(tmp_path):
     table.write_text('[corpora]\n"data/web" = 0.1\n"data/books" = 0.9\n')
     shares = {"data/web": Fraction(1, 10), "data/books": Fraction(9, 10)}
     assert parse(str(table)) == shares
-
-
-@pytest.mark.parametrize(
-    "data, message",
-    [
-        ("a:0.5,b:0.6", "sum to 1.1: give shares that sum to 1"),
-        ("a:1,b", "'b' has no share"),
-        ("a:0.5,a:0.5", "names a twice"),
-        ("a:0,b:1", "the share of a is '0'"),
-        ("a:0.33333,b:0.66667", "at most 4 digits"),
-        ("a:-0.5,b:1.5", "the share of a is '-0.5'"),
-        ("missing.toml", "give a TOML file"),
-    ],
-)
-def test_a_mixture_that_cannot_be_is_refused(data, message):
-    with pytest.raises(ValueError, match=message):
-        parse(data)
-
-
-def test_corpora_of_different_tokenizers_are_refused(tmp_path):
-    make(tmp_path / "a", [20] * 30)
-    make(tmp_path / "b", [20] * 30, vocab_size=VOCAB + 1)
-    with pytest.raises(ValueError, match="different tokenizers: write both with the same ids"):
-        open_corpora(f"{tmp_path}/a:0.5,{tmp_path}/b:0.5")
 
 
 # ---- a run

@@ -157,7 +157,6 @@ def assert_same(result: dict, truth: dict):
     "changes",
     [
         dict(batch_size=1),
-        dict(batch_size=2),
         dict(batch_size=4, gradient_checkpointing="full"),
         dict(batch_size=2, loss="chunked"),
         dict(batch_size=1, loss="one_pass"),
@@ -174,17 +173,9 @@ SHARDED = {
         2,
         [
             dict(batch_size=2),
-            dict(batch_size=2, gradient_checkpointing="full", loss="chunked"),
-            dict(batch_size=2, model_overrides=("tie_embeddings=False",), loss="one_pass"),
+            dict(batch_size=1, gradient_checkpointing="full", loss="chunked"),
+            dict(batch_size=1, model_overrides=("tie_embeddings=False",), loss="one_pass"),
             dict(dp_replicate=2),
-        ],
-    ),
-    "2 ranks more": (
-        2,
-        [
-            dict(batch_size=1),
-            dict(batch_size=1, loss="one_pass"),
-            dict(batch_size=1, model_overrides=("tie_embeddings=False",), loss="chunked"),
         ],
     ),
     "4 ranks": (4, [dict(batch_size=1), dict(batch_size=1, dp_replicate=2, loss="chunked")]),
@@ -204,10 +195,11 @@ LEVERS = [
     dict(batch_size=2, master_weights="host"),
     dict(batch_size=2, optimizer_in_backward=True, grad_clip=0),
 ]
+# rows of 300 elements have two scales in 8 bits, the second of a part of a block
+NARROW = ("num_layers=2", "hidden_size=64", "ffn_size=300")
 SMALL_STATES = [
-    dict(batch_size=2, optimizer="adamw_8bit"),
-    dict(batch_size=2, optimizer="adamw_bf16"),
-    dict(batch_size=2, optimizer="muon"),
+    dict(batch_size=2, optimizer=name, model_overrides=NARROW)
+    for name in ("adamw_8bit", "adamw_bf16", "muon")
 ]
 
 
@@ -223,14 +215,9 @@ def sharded():
 @pytest.mark.parametrize(
     "name, index",
     [
-        pytest.param(
-            name,
-            index,
-            id=f"{name} {changes}",
-            marks=() if name == "2 ranks" else pytest.mark.slow,
-        )
+        pytest.param(name, index, marks=() if name == "2 ranks" else pytest.mark.slow)
         for name, (_, settings) in SHARDED.items()
-        for index, changes in enumerate(settings)
+        for index in range(len(settings))
     ],
 )
 def test_ranks_change_nothing(single, sharded, name, index):
@@ -266,27 +253,18 @@ SPARSE = dict(
     blocks=("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16"),
 )
 SPARSE_SETTINGS = [
-    dict(batch_size=1),
-    dict(batch_size=2, gradient_checkpointing="full", loss="chunked"),
+    dict(batch_size=1, gradient_checkpointing="full", loss="chunked"),
     dict(batch_size=2, blocks=(*SPARSE["blocks"], "kv=separate", "cmp_kind=mean")),
 ]
 
 
-@pytest.fixture(scope="module")
-def sparse_truths() -> list[dict]:
-    alone = dict(batch_size=ROWS, gradient_checkpointing="none")
-    return [train(dist.World(), SPARSE | changes | alone) for changes in SPARSE_SETTINGS]
-
-
 @pytest.mark.slow
-def test_ranks_change_nothing_in_sparse_attention(sparse_truths):
-    size = 2
-    settings = [
-        SPARSE | changes | dict(batch_size=min(changes["batch_size"], ROWS // size))
-        for changes in SPARSE_SETTINGS
-    ]
-    for results in run_ranks(train_each, size, settings):
-        for result, truth in zip(results, sparse_truths):
+def test_ranks_change_nothing_in_sparse_attention():
+    alone = dict(batch_size=ROWS, gradient_checkpointing="none")
+    truths = [train(dist.World(), SPARSE | changes | alone) for changes in SPARSE_SETTINGS]
+    settings = [SPARSE | changes for changes in SPARSE_SETTINGS]
+    for results in run_ranks(train_each, 2, settings):
+        for result, truth in zip(results, truths):
             assert_same(result, truth)
 
 
@@ -317,13 +295,6 @@ def test_compiled_layers_change_nothing_and_are_compiled(single):
         single[True],
     )
     assert counters["stats"]["unique_graphs"] > 0 and counters["stats"]["calls_captured"] > 20
-
-
-@pytest.mark.slow
-def test_compiled_and_sharded_layers_change_nothing(single):
-    changes = dict(batch_size=2, compile=True, gradient_checkpointing="full", loss="chunked")
-    for results in run_ranks(train_each, 2, [changes]):
-        assert_same(results[0], single[True])
 
 
 def initial_weights(world: dist.World) -> dict:
@@ -395,27 +366,6 @@ def test_a_checkpoint_is_the_same_bits_for_every_world_size(saved_by_two, size, 
         assert result.keys() == truth.keys()
         for name, value in truth.items():
             assert torch.equal(result[name], value), name
-
-
-def step_with_a_nan_on_rank_1(world: dist.World) -> dict:
-    cfg = TrainConfig(**BASE | {"batch_size": 2})
-    state = step.build(
-        cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1)
-    )
-    if world.rank == 1:
-        state.model.layers[0].register_forward_hook(
-            lambda module, inputs, output: output * torch.nan
-        )
-    before = [parameter.to_local().clone() for parameter in state.model.parameters()]
-    rows = Batch(*(part[world.rank * 2 : world.rank * 2 + 2] for part in rows_of_step(0)))
-    result = step.train_step(state, step.micro_batches(rows, 2, state.device))
-    same = all(torch.equal(a, b.to_local()) for a, b in zip(before, state.model.parameters()))
-    return dict(norm=float(result.grad_norm), unchanged=same)
-
-
-def test_a_nan_on_one_rank_changes_no_weight_on_any_rank():
-    for result in run_ranks(step_with_a_nan_on_rank_1, 2):
-        assert result["norm"] != result["norm"] and result["unchanged"]
 
 
 def step_with_a_nan_on_one_replica(world: dist.World) -> dict:

@@ -11,7 +11,7 @@ import torch
 
 from longhaul import dist, step
 from longhaul.config import TrainConfig
-from longhaul.parallel import checkpointing, context
+from longhaul.parallel import checkpointing
 from tests.ranks import run_ranks
 
 SHAPE = (
@@ -57,25 +57,6 @@ def test_gradients_are_summed_over_ranks_in_fp32():
     """A sum of two bf16 gradients is no bf16 number, unless it was rounded to one."""
     for share in run_ranks(bf16_share, 2):
         assert share < 0.9
-
-
-def strided_exchange(world: dist.World) -> bool:
-    """gloo's all-to-all of or into strided memory is silently wrong: heads and tokens are exchanged
-    from views of every kind.
-    """
-    shard = context.Shard("ulysses", world.rank, world.size, torch.distributed.group.WORLD)
-    whole = torch.arange(2 * 8 * 4 * 3, dtype=torch.float32).view(2, 8, 4, 3)
-    mine = whole.tensor_split(world.size, dim=1)[world.rank]
-    strided = mine.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0)
-    heads = context.to_heads(strided, shard)
-    back = context.to_tokens(heads.transpose(1, 2).contiguous().transpose(1, 2), shard)
-    return torch.equal(heads, whole.tensor_split(world.size, dim=2)[world.rank]) and torch.equal(
-        back, mine
-    )
-
-
-def test_exchanges_from_strided_memory_are_right():
-    assert run_ranks(strided_exchange, 2) == [True, True]
 
 
 def tied_and_flat(world: dist.World) -> tuple[bool, bool, list[int]]:

@@ -102,8 +102,9 @@ def test_an_answer_without_a_prompt_is_refused(tmp_path):
         read_prompt(bad, bad.split("train"), 0, 0)
 
 
-@pytest.mark.parametrize("bad", [document([], [1, 2]), document([], [])])
-@pytest.mark.parametrize("place", [0, 17, 39])
+@pytest.mark.parametrize(
+    "bad, place", [(document([], [1, 2]), 0), (document([], []), 17), (document([], [1, 2]), 39)]
+)
 def test_a_run_does_not_start_with_a_document_without_a_prompt(tmp_path, bad, place):
     made = [document([1, 2, 3], [4]) for _ in range(40)]
     made[place] = bad

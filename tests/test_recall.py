@@ -177,32 +177,3 @@ def test_a_seed_is_a_dataset(tmp_path):
         assert write(tmp_path / name, "--seed", seed) == 0
         found.append(json.loads((tmp_path / name / MANIFEST).read_text())["checksum"])
     assert found[0] == found[1] != found[2]
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--lengths", "16"], "'16' is no length: give LENGTH:PAIRS"),
-        (["--lengths", "16:7"], "take 17 tokens: give longer documents, or fewer pairs"),
-        (["--lengths", "999:65"], "has 65 pairs: give 1 to 64"),
-        (["--lengths", "16:2", "16:3"], "names a length twice: keep one"),
-        (["--tokens", "15"], "less than one document of 64 tokens: give 64 or more"),
-        (["--periodic", "1.5"], "is no share: give 0 to 1"),
-        (["--seed", "-1"], "is negative: give 0 or more"),
-        (["--val_fraction", "1"], "val_fraction is 1"),
-        (["--length", "16:2"], "--lengths"),
-    ],
-)
-def test_bad_input_is_refused_in_one_line(tmp_path, capsys, flags, message):
-    given = {"--lengths": ["16:4", "64:9"], "--tokens": ["2000"], flags[0]: flags[1:]}
-    words = [word for flag, values in given.items() for word in (flag, *values)]
-    assert recall.main([*words, "--output", str(tmp_path / "d")]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
-    assert not (tmp_path / "d").exists()
-
-
-def test_a_folder_that_holds_something_is_refused(tmp_path, capsys):
-    (tmp_path / "file").write_text("x")
-    assert write(tmp_path) == 2
-    assert "choose another --output" in capsys.readouterr().err

@@ -47,21 +47,14 @@ def rescue(guard, monkeypatch):
 @pytest.mark.parametrize(
     "environment, version, seconds",
     [
-        ({}, "2.13.0", 30),
         ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "240"}, "2.13.0+cpu", 240),
         ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "240"} | UNDER_TORCHRUN, "2.12.0", 240),
         ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "240"} | UNDER_TORCHRUN, "2.11.0", 30),
-        ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "240"}, "2.11.0", 240),
+        ({}, "2.11.0", 30),
     ],
 )
 def test_a_launcher_waits_as_long_as_its_torch_lets_it(environment, version, seconds):
     assert dist.launcher_patience(environment, version) == seconds
-
-
-def test_a_third_of_the_time_is_for_the_micro_batch_and_less_if_a_save_is_slow():
-    assert dist.patience(30, 0) == dist.patience(30, 10) == 10
-    assert dist.patience(30, 12) == 6
-    assert dist.patience(30, 20) == 0
 
 
 @pytest.mark.parametrize("micro_batch, save", [(60, 0), (61, 5), (5, 100), (0.1, 0)])

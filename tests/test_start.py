@@ -4,8 +4,6 @@ import dataclasses
 import json
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
+from data import prepare
 from longhaul import cli, dist, qwen3
 from longhaul.checkpoint import start
 from longhaul.checkpoint.load import described, newest
@@ -52,9 +51,8 @@ def data(tmp_path_factory) -> str:
 
 def prepared(folder: Path, sources: str, vocabulary: int) -> str:
     """A dataset of this repository's own sources."""
-    command = [sys.executable, "-m", "data.prepare", "--input", sources, "--output", str(folder)]
-    command += ["--vocab_size", str(vocabulary), "--val_fraction", "0.2"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    words = f"--input {ROOT / sources} --output {folder} --vocab_size {vocabulary} --workers 1"
+    assert prepare.main([*words.split(), "--val_fraction", "0.2"]) == 0
     return str(folder)
 
 
@@ -130,11 +128,6 @@ def test_fields_that_are_no_geometry_are_kept_next_to_the_folders_shape(hf):
     assert (
         dataclasses.replace(cfg.model(), loss_chunk_size=0) == settings(f"--init_from {hf}").model()
     )
-
-
-def test_without_init_from_nothing_is_added():
-    assert start.completed({"lr": 1.0}) == {"lr": 1.0}
-    assert settings("--lr 1") == TrainConfig(lr=1.0)
 
 
 @pytest.mark.parametrize(
@@ -252,11 +245,8 @@ def test_sparse_attention_starts_from_standard_weights_and_not_the_reverse(
         settings(f"--init_from {tmp_path / 'sparse'} --attention_type standard")
 
 
-@pytest.mark.parametrize("source", ["finished", "hf"])
-def test_indexed_attention_starts_from_standard_weights_which_its_warm_up_keeps(
-    source, data, tmp_path, request
-):
-    folder = str(request.getfixturevalue(source))
+def test_indexed_attention_starts_from_standard_weights_which_its_warm_up_keeps(hf, data, tmp_path):
+    folder = str(hf)
     flags = f"--init_from {folder} --attention_type indexed --context_length 64 --lr 1e-3"
     flags += " --blocks count=2 block=8 head_dim=32 --eval_every 0"
     trained(
@@ -341,13 +331,12 @@ def test_a_damaged_checkpoint_is_named_and_not_renamed(finished, data, tmp_path,
     assert (source / "step-00000003").is_dir()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_weights_that_are_no_numbers_are_named_before_anything_is_written(
-    hf, data, tmp_path, capsys, value
+    hf, data, tmp_path, capsys
 ):
     model = qwen3.from_hf(hf)
     name, weight = list(model.named_parameters())[3]
-    weight.data.view(-1)[-1] = value
+    weight.data.view(-1)[-1] = float("-inf")
     qwen3.to_hf(model, tmp_path / "hf")
     code, line = refused(capsys, f"--init_from {tmp_path / 'hf'}", data, tmp_path / "new")
     assert code == 2

@@ -51,10 +51,3 @@ def test_both_datasets_hold_out_the_same_sums_and_name_the_marker(tmp_path):
         one = read_prompt(base, base.split("val"), index, index)
         other = read_prompt(asked, asked.split("val"), index, index)
         assert one.tokens.tolist() == other.tokens.tolist() and other.answer[0] == WORK
-
-
-@pytest.mark.parametrize("wrong", [["--worked", "1.5"], ["--seed", "-1"], ["--val_fraction", "1"]])
-def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, wrong):
-    assert sums.main(["--output", str(tmp_path / "data"), *wrong]) == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
-    assert not list(tmp_path.iterdir())

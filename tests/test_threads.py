@@ -35,6 +35,5 @@ def test_threads_of_a_command_sleep_while_they_wait(command):
     assert turns_of_waiting(command) == 0
 
 
-@pytest.mark.parametrize("environment", [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "300"}])
-def test_what_the_user_says_about_waiting_counts_more(environment):
-    assert turns_of_waiting("train.py", **environment) > 0
+def test_what_the_user_says_about_waiting_counts_more():
+    assert turns_of_waiting("train.py", OMP_WAIT_POLICY="active") > 0

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,9 @@ from torch._guards import detect_fake_mode
 from base import tensors
 from data import loader
 from longhaul import optim, step
-from longhaul.checkpoint.format import checksum
+from longhaul.checkpoint.format import CheckpointError, checksum
 from longhaul.checkpoint.load import verified
+from longhaul.checkpoint.resume import check_complete
 from longhaul.run import training
 from selfcheck.faults import runs
 from selfcheck.faults.rows import Row, require
@@ -65,7 +65,7 @@ def noted(path: Path) -> list[tuple[int, int]]:
 
 def epochs(trials: int, folder: Path) -> str:
     """Row 21."""
-    source = runs.dataset(folder / "data")
+    source = runs.dataset(folder / "data", 16)
     epoch = loader.Loader(runs.data.dataset.open_dataset(source), runs.CONTEXT, 2).rows_per_epoch
     steps = math.ceil(epoch / 2)  # of two rows
     moments = dict(
@@ -87,34 +87,7 @@ def epochs(trials: int, folder: Path) -> str:
         )
         require(noted(folder / f"rows-{name}") == noted(folder / "rows"), f"{name}: other rows")
         require(runs.same_end(parts, whole), f"{name}: other bits")
-    state = json.loads((whole / f"step-{total:08d}" / "manifest.json").read_text())["data"]
-    packed = len(json.dumps(state).encode())
-    require(packed <= 64, f"the data state has {packed} bytes")
-    return (
-        f"{epoch} rows an epoch; resumed at {', '.join(moments)}: same rows, same bits; data "
-        f"state {packed} bytes; {_far_away(source)}"
-    )
-
-
-def _far_away(source: Path) -> str:
-    """The time to find row 10^9: a position is computed, not counted to."""
-    rows = loader.Loader(runs.data.dataset.open_dataset(source), runs.CONTEXT, 1)
-    rows.batch(3)
-    state, row, seconds = min(
-        (_timed(rows) for _ in range(5)), key=lambda found: found[2]
-    )  # other jobs stretch single ones
-    # a step has one row, so step 10^9 begins at position 10^9
-    position = state["epoch"] * rows.rows_per_epoch + state["position"]
-    require(position == 10**9, f"step 10^9 begins at position {position}")
-    require(0 <= row < rows.rows_per_epoch, f"position 10^9 is row {row}")
-    require(seconds < 1e-3, f"row 10^9 took {seconds * 1e3:.2f} ms")
-    return f"row 10^9 found in {seconds * 1e6:.0f} us"
-
-
-def _timed(rows) -> tuple[dict, int, float]:
-    start = time.perf_counter()
-    state, row = rows.state(10**9), rows.row_index(10**9)
-    return state, row, time.perf_counter() - start
+    return f"{epoch} rows an epoch; resumed at {', '.join(moments)}: same rows, same bits"
 
 
 def worlds(trials: int, folder: Path) -> str:
@@ -255,20 +228,16 @@ def other_run(trials: int, folder: Path) -> str:
     source = runs.dataset(folder / "data")
     extended(folder, source, "run", [(1, 2, [])])
     newest = folder / "run" / "step-00000002"
-    for flags, words in {
-        ("--context_length", "16"): "context_length: recorded 32, now 16",
-        ("--vocab_size", "128"): "vocab_size: recorded 64, now 128",
-        ("--rope_theta", "5e5"): "rope_theta",
-        ("--seed", "3"): "seed: recorded 0, now 3",
-    }.items():
-        for where in ([], ["--output_dir", str(folder / "other"), "--resume", str(newest)]):
-            child = runs.finish(
-                runs.arguments(
-                    source, folder / "run", *CONSTANT, "--max_steps", "4", *flags, *where
-                ),
-                folder / "log",
-                2,
-            )
+    other = "--context_length 16 --vocab_size 128 --rope_theta 5e5 --seed 3"
+    for where in ([], ["--output_dir", str(folder / "other"), "--resume", str(newest)]):
+        flags = [*CONSTANT, "--max_steps", "4", *other.split(), *where]
+        child = runs.finish(runs.arguments(source, folder / "run", *flags), folder / "log", 2)
+        for words in (
+            "context_length: recorded 32, now 16",
+            "vocab_size: recorded 64, now 128",
+            "rope_theta",
+            "seed: recorded 0, now 3",
+        ):
             require(words in child.last_line(), f"{words} is not in: {child.last_line()}")
     return (
         "context, vocabulary, rotary base, seed: 2, field by field, in the run's folder and "
@@ -317,17 +286,35 @@ def missing_state(trials: int, folder: Path) -> str:
             "torch",
         )
     }
-    gone |= {
+    gone["config's lr"] = content | dict(
+        config={key: value for key, value in content["config"].items() if key != "lr"}
+    )
+    cfg = runs.cli.parse(runs.TrainConfig, runs.last_given(args))
+    for name, manifest in gone.items():
+        write_manifest(path, manifest)
+        require(is_refused(path.parent, cfg), f"a manifest without {name} was taken")
+    started = {name: gone[name] for name in ("step", "identity")} | {
         "data's seed": content | dict(data={"epoch": 0, "position": 2}),
         "another position": content | dict(data=content["data"] | {"position": 1}),
-        "config's lr": content
-        | dict(config={key: value for key, value in content["config"].items() if key != "lr"}),
     }
-    for name, manifest in gone.items():
-        path.write_text(json.dumps(manifest | dict(checksum=checksum(manifest))))
+    for name, manifest in started.items():
+        write_manifest(path, manifest)
         child = runs.finish(args, folder / "log", 4)
         require("use another checkpoint" in child.last_line(), f"{name}: {child.last_line()}")
-    return f"without {', '.join(gone)}: code 4 each"
+    return f"without {', '.join([*gone, *started])}: refused, with code 4"
+
+
+def write_manifest(path: Path, manifest: dict):
+    path.write_text(json.dumps(manifest | dict(checksum=checksum(manifest))))
+
+
+def is_refused(folder: Path, cfg: runs.TrainConfig) -> bool:
+    """Whether a resume finds that the manifest of a checkpoint lacks something."""
+    try:
+        check_complete(verified(folder), cfg)
+    except CheckpointError as error:
+        return "use another checkpoint" in str(error)
+    return False
 
 
 def other_machine(trials: int, folder: Path) -> str:
@@ -366,44 +353,23 @@ def other_machine(trials: int, folder: Path) -> str:
     return "warned of threads and of torch's version, and not otherwise"
 
 
-def completed(trials: int, folder: Path) -> str:
-    """Row 29."""
-    args = runs.arguments(runs.dataset(folder / "data"), folder / "run", "--max_steps", "3")
-    runs.finish(args, folder / "log")
-    require(
-        runs.exit_record(folder / "run") == dict(code=0, cause="completed", remedy="", last_step=3),
-        "exit.json has another end",
-    )
-    before = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")}
-    again = runs.finish(args, folder / "again")
-    require("nothing to do" in again.words(), again.words())
-    require(
-        before == {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")},
-        "files were touched",
-    )
-    return "exit code 0, nothing to do, no file touched"
-
-
 # -------------------------------------------------------------------------------- length schedules
 
 LENGTHS = ["--length_schedule", "8:2,16:2,32:2", "--short_fraction", "0.25"]
 
 
 def killed_between_lengths(trials: int, folder: Path) -> str:
-    """Row 50: after `trials` of 6 steps, before they are saved, and between two stages; on two
-    ranks after one step.
-    """
+    """Row 50: after `trials` of 6 steps, before they are saved, and between two stages."""
     source = runs.dataset(folder / "data", 400)
     flags = [*LENGTHS, "--global_batch_size", "2", "--save_every", "1", "--eval_every", "2"]
-    for ranks, deaths in {1: range(1, 7, 6 // trials), 2: (3,)}.items():
+    for ranks, deaths in {1: range(1, 7, 6 // trials), 2: ()}.items():
         whole = folder / f"whole-{ranks}"
         codes = lives(runs.arguments(source, whole, *flags), ranks)
         require(codes == [0] * ranks, f"the run that nothing happens to ended with {codes}")
 
-        moments = dict(
-            steps=[partial(dying_after, step) for step in deaths],
-            edges=[dying_at_an_edge, dying_at_an_edge],
-        )
+        moments = dict(edges=[dying_at_an_edge, dying_at_an_edge])
+        if deaths:
+            moments["steps"] = [partial(dying_after, step) for step in deaths]
         for name, faults in moments.items():
             out = folder / f"{name}-{ranks}"
             args = runs.arguments(source, out, *flags)
@@ -413,8 +379,8 @@ def killed_between_lengths(trials: int, folder: Path) -> str:
             require(codes == [0] * ranks, f"{name}: continued, it ended with {codes}")
             require(runs.same_end(out, whole), f"{name}, {ranks} rank(s): other bits")
     return (
-        f"three stages of 2 steps, killed after {trials} steps and at both edges, on 2 ranks after "
-        "one step and at both edges: "
+        f"three stages of 2 steps, killed after {trials} steps and at both edges, on 2 ranks at "
+        "both edges: "
         "weights, moments and losses of the undisturbed run"
     )
 
@@ -495,7 +461,6 @@ ROWS: list[Row] = [
     Row(26, "a data shard replaced, same name and size", "3", replaced_data),
     Row(27, "schedule, random state or step missing", "4, never made up", missing_state),
     Row(28, "threads or torch differ", "warned", other_machine),
-    Row(29, "a completed run started again", "0, nothing to do, files untouched", completed),
     Row(
         50,
         "killed in each stage of a length schedule and between them, 1 and 2 ranks",

@@ -19,7 +19,7 @@ from longhaul.checkpoint.load import load_model, verified
 from scripts import convert_qwen3, evaluate, generate
 from selfcheck.faults import data as data_rows
 from selfcheck.faults import readers, runs
-from selfcheck.faults.data import contents, prepared, refused, reseal, shared_tokenizer, text_of
+from selfcheck.faults.data import contents, prepared, shared_tokenizer, text_of
 from selfcheck.faults.rows import Row, require
 
 UNOPENED = "is a pickle, which can run code, and was not opened"
@@ -63,37 +63,26 @@ def pickles(trials: int, folder: Path) -> str:
     bare.write_bytes(evil(mark))
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("archive/data.pkl", evil(mark))
-    for number, pickle in enumerate((bare, archive, dcp)):
-        for number2, words in enumerate(
-            (["--init_from", pickle], ["--resume", pickle], ["--data", pickle])
-        ):
-            log = folder / f"train-{number}-{number2}"
-            said = _say(
-                _train,
-                [
-                    *runs.arguments(data, folder / f"run-{number}-{number2}", *data_rows.ONE_STEP),
-                    *words,
-                ],
-                log,
-            )
-            require(
-                UNOPENED in said.splitlines()[-1]
-                and (words[0] == "--data" or "convert to safetensors" in said),
-                f"{words}: {said[-300:]}",
-            )
-        for main, flag in (
-            (generate.main, "--checkpoint"),
-            (evaluate.main, "--checkpoint"),
-            (convert_qwen3.main, "--input"),
-        ):
-            more = dict(
-                generate=["--prompt", "x"], convert_qwen3=["--output", folder / "converted"]
-            ).get(main.__module__.split(".")[-1], [])
-            said = _say(main, [flag, pickle, *more], folder / "log-other")
-            require(
-                UNOPENED in said and "convert to safetensors" in said,
-                f"{main.__module__}: {said[-300:]}",
-            )
+    doors = [["--data", bare], ["--resume", archive]]
+    doors += [["--init_from", pickle] for pickle in (bare, archive, dcp)]
+    for number, words in enumerate(doors):
+        flags = runs.arguments(data, folder / f"run-{number}", *data_rows.ONE_STEP)
+        said = _say(_train, [*flags, *words], folder / f"train-{number}")
+        require(
+            UNOPENED in said.splitlines()[-1]
+            and (words[0] == "--data" or "convert to safetensors" in said),
+            f"{words}: {said[-300:]}",
+        )
+    for main, words in (
+        (generate.main, ["--checkpoint", archive, "--prompt", "x"]),
+        (evaluate.main, ["--checkpoint", dcp]),
+        (convert_qwen3.main, ["--input", bare, "--output", folder / "converted"]),
+    ):
+        said = _say(main, words, folder / "log-other")
+        require(
+            UNOPENED in said and "convert to safetensors" in said,
+            f"{main.__module__}: {said[-300:]}",
+        )
     for pickle in (bare, archive):
         code, said = prepared(
             folder, "--input", data / "val.idx", "--output", folder / "out", "--tokenizer", pickle
@@ -185,52 +174,8 @@ def foreign_tensors(trials: int, folder: Path) -> str:
     return f"{len(faults)} named faults refused"
 
 
-def paths(trials: int, folder: Path) -> str:
-    """Row 47: names that lead out, and links, in the manifest of a dataset, of a checkpoint, and in
-    a safetensors index.
-    """
-    data = runs.dataset(folder / "data")
-    manifest, secret = (data / "manifest.json").read_bytes(), folder / "secret.bin"
-    secret.write_bytes((data / "shard-00000.bin").read_bytes())
-    names = ("../secret.bin", str(secret), "..", "x/../../secret.bin", "\0", "")
-    for name in names:
-        reseal(data, lambda content, name=name: content["shards"][0].update(bin=name))
-        _raises(
-            lambda: open_dataset(data),
-            "which is not a plain file inside the dataset: do not use it",
-        )
-        (data / "manifest.json").write_bytes(manifest)
-    (data / "shard-00000.bin").unlink()
-    (data / "shard-00000.bin").symlink_to(secret)
-    refused(data, folder / "run", 2, "which is not a plain file inside the dataset")
-    _checkpoint_paths(folder, secret, names)
-    readers.make_qwen3(folder)
-    for name in names:
-        index = folder / "good" / "model.safetensors.index.json"
-        index.write_text(json.dumps(dict(weight_map={"a": name})))
-        _raises(lambda: qwen3.from_hf(folder / "good"), "outside its folder")
-    return f"{len(names)} names and a link refused in all three"
-
-
-def _checkpoint_paths(folder: Path, secret: Path, names):
-    manifest, _, good = readers.make_checkpoint(folder)
-    step = folder / "step-00000000"
-    entry = manifest["files"].pop(good)
-    for name in names:
-        changed = manifest | dict(files={name: entry})
-        (step / "manifest.json").write_text(json.dumps(changed | {"checksum": checksum(changed)}))
-        _raises(lambda: verified(step), "not a plain file of this folder")
-    changed = manifest | dict(files={good: entry})
-    (step / "manifest.json").write_text(json.dumps(changed | {"checksum": checksum(changed)}))
-    (step / good).rename(folder / "moved.safetensors")
-    (step / good).symlink_to(folder / "moved.safetensors")
-    _raises(lambda: verified(step), "not a plain file of this folder")
-
-
 def tricks(trials: int, folder: Path) -> str:
-    """Row 48: tokenizer models of noise, inputs and outputs that are links, pipes or lead
-    elsewhere; nothing outside changes.
-    """
+    """Row 48: inputs and outputs that are links, pipes or lead elsewhere."""
     model, place = shared_tokenizer(folder), folder / "place"
     (place / "text").mkdir(parents=True)
     (place / "text" / "a.txt").write_text(text_of(1))
@@ -238,7 +183,6 @@ def tricks(trials: int, folder: Path) -> str:
     victim.mkdir()
     (victim / "thesis.txt").write_text("mine")
     before = contents(victim)
-    _bad_tokenizers(folder, place, model, trials)
     os.mkfifo(place / "pipe")
     (place / "link").symlink_to(victim)
     (place / ".tmp-out").symlink_to(victim)
@@ -261,48 +205,13 @@ def tricks(trials: int, folder: Path) -> str:
     _strange_names(place, model)
     require(
         contents(victim) == before
-        and {path.name for path in folder.iterdir()}
-        == {"place", "victim", "shared.model", "bad.model"},
+        and {path.name for path in folder.iterdir()} == {"place", "victim", "shared.model"},
         f"something was written outside: {sorted(folder.iterdir())}",
     )
     return (
-        f"{trials} tokenizers of noise and {len(cases)} paths refused with 2; strange file "
-        "names are names; nothing outside of the output changed"
+        f"{len(cases)} paths refused with 2; strange file names are names; nothing outside of "
+        "the output changed"
     )
-
-
-def _bad_tokenizers(folder: Path, place: Path, model: Path, trials: int):
-    import random
-
-    good = model.read_bytes()
-    for trial in range(trials):
-        draw = random.Random(trial)
-        bad = folder / "bad.model"
-        bad.write_bytes(
-            (
-                b"",
-                draw.randbytes(400),
-                good[: draw.randrange(len(good))],
-                readers.damaged(draw, good[:50]) + good[50:],
-            )[trial % 4]
-        )
-        code, said = prepared(
-            folder,
-            "--input",
-            place / "text",
-            "--output",
-            place / f"set-{trial}",
-            "--tokenizer",
-            bad,
-        )
-        require(
-            code == 2
-            and "bad.model" in said
-            and not (place / f"set-{trial}").exists()
-            or trial % 4 == 3
-            and code == 0,
-            f"tokenizer {trial}: {code} {said}",
-        )
 
 
 def _strange_names(place: Path, model: Path):
@@ -343,13 +252,5 @@ ROWS: list[Row] = [
         pickles,
     ),
     Row(46, "malformed safetensors", "a clean error", foreign_tensors),
-    Row(47, "../ or a link in a manifest", "refused", paths),
-    Row(
-        48,
-        "malformed tokenizer, path tricks",
-        "2, no write outside the output folder",
-        tricks,
-        40,
-        2000,
-    ),
+    Row(48, "path tricks", "2, no write outside the output folder", tricks),
 ]

@@ -389,6 +389,10 @@ class TrainConfig:
                 )
             object.__setattr__(self, name, value)
 
+    def scheduled(self, step: int) -> dict[str, float]:
+        """What a schedule over --max_steps sets in a step, by name, next to the learning rate."""
+        return {}
+
     @property
     def dense_steps(self) -> int:
         """Steps of the indexer's warm-up; 0 for an attention without an indexer."""

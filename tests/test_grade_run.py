@@ -189,14 +189,16 @@ def test_ranks_learn_the_same(folder, whole):
     assert many == pytest.approx(one, abs=2e-5) and len(many) == 3
 
 
-def test_a_run_that_is_extended_says_what_has_changed():
+def test_a_run_that_is_extended_says_how_tau_jumps():
     cfg = GradeConfig(max_steps=4)
     recorded = json.loads(json.dumps(dataclasses.asdict(cfg)))
     longer = dataclasses.replace(cfg, max_steps=7)
     torch_now = dict(threads=torch.get_num_threads(), torch=torch.__version__)
     checkpoint = SimpleNamespace(step=4, config=recorded, **torch_now)
-    said = "changed since the checkpoint: max_steps 4 -> 7"
+    said = "changed since the checkpoint: max_steps 4 -> 7 (tau 0.5 -> 0.794)"
     assert resume.changes(checkpoint, longer) == [said]
+    drawn = dataclasses.replace(longer, method="reinforce")
+    assert not any("tau" in line for line in resume.changes(checkpoint, drawn))
 
     recorded["audit_every"] = 0
     said = "settings of the checkpoint that no longer exist, ignored: ['audit_every']"

@@ -13,6 +13,7 @@ import torch
 
 from data import order
 from data.loader import Order
+from longhaul import optim
 from longhaul.checkpoint.earlier import check_dropped, present_settings
 from longhaul.checkpoint.format import MANIFEST, Checkpoint, CheckpointError
 from longhaul.checkpoint.load import described
@@ -291,5 +292,27 @@ def changes(checkpoint: Checkpoint, cfg: TrainConfig) -> list[str]:
     if dropped:
         lines.append(f"settings of the checkpoint that no longer exist, ignored: {dropped}")
     for name, (old, new) in changed_settings(checkpoint, cfg).items():
-        lines.append(f"changed since the checkpoint: {name} {old} -> {new}")
+        effect = ""
+        if name == "max_steps" and isinstance(old, int):
+            effect = _jumps(checkpoint, cfg, old)
+        lines.append(f"changed since the checkpoint: {name} {old} -> {new}{effect}")
     return lines
+
+
+def _jumps(checkpoint: Checkpoint, cfg: TrainConfig, max_steps: int) -> str:
+    """How the learning rate, and whatever else a schedule sets, jumps because the run was planned
+    with other `max_steps`; empty if nothing does.
+    """
+    planned = dataclasses.replace(cfg, max_steps=max_steps)
+    before = _scheduled(planned, checkpoint.step - 1)
+    after = _scheduled(cfg, checkpoint.step)
+    words = [
+        f"{name} {before[name]} -> {after[name]}" for name in after if before[name] != after[name]
+    ]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def _scheduled(cfg: TrainConfig, step: int) -> dict[str, str]:
+    """What schedules set in a step, to three digits."""
+    found = {"learning rate": optim.learning_rate(step, cfg)} | cfg.scheduled(step)
+    return {name: f"{value:.3g}" for name, value in found.items()}

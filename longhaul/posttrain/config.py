@@ -375,6 +375,11 @@ class GradeConfig(PolicyConfig):
         """Whether a second model is held; its KL is logged even if it is not in the loss."""
         return True
 
+    def scheduled(self, step: int) -> dict[str, float]:
+        if self.method == "reinforce":  # which mixes nothing
+            return {}
+        return {"tau": self.settings(eod_id=0).tau(step)}
+
     def settings(self, eod_id: int, vocab_size: int | None = None) -> GradeSettings:
         """The settings of the objective; only ids below `vocab_size` are mixed or drawn."""
         return GradeSettings(

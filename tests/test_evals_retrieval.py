@@ -2,9 +2,9 @@
 better than by chance, and the figures and pictures that follow from scores.
 """
 
+import io
 import json
 import math
-import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import data.recall
 from data.dataset import open_dataset
 from data.writer import write_dataset
-from longhaul import dist, step
-from longhaul.config import TrainConfig
+from longhaul import dist
 from longhaul.evals import heatmap, tasks
 from longhaul.evals.intervals import Interval, wilson
 from longhaul.evals.retrieval import (
@@ -29,7 +29,7 @@ from longhaul.evals.retrieval import (
     measure,
     share_of,
 )
-from longhaul.evals.score import Item, ModelScorer, Scores
+from longhaul.evals.score import Item, Scores
 from longhaul.evals.tasks import (
     ALL_TASKS,
     DEPTHS,
@@ -324,32 +324,6 @@ def test_a_document_is_read_for_noise_only_as_far_as_it_is_taken(monkeypatch):
     assert np.bincount(found.noise).tolist() == [0, *Document.read_lengths] == [0, 60, 100, 840]
 
 
-# --------------------------------------------------------------------------- a model
-
-
-@pytest.fixture(scope="module")
-def untrained():
-    sizes = ("num_layers=1", "hidden_size=32", "ffn_size=32", "num_heads=2", "num_kv_heads=2")
-    cfg = TrainConfig(
-        model_size="tiny",
-        vocab_size=400,
-        context_length=128,
-        dtype="fp32",
-        device="cpu",
-        model_overrides=sizes,
-    )
-    return step.build(cfg, cfg.model(), "cpu", step.ONE_PROCESS, None).model
-
-
-def test_a_model_is_asked_in_rows_and_in_parts(untrained):
-    questions = Questions(recall(), [64, 128], count=2)
-    whole = measure(ModelScorer(untrained, "cpu"), questions)
-    parts = measure(ModelScorer(untrained, "cpu", chunk=48), questions)
-    assert whole.record() == parts.record()
-    assert all(score.share.answers == score.asked_IE.sum() for score in whole.scores)
-    assert whole.effective_context is None
-
-
 # --------------------------------------------------------------------------- items
 
 
@@ -425,13 +399,6 @@ def test_no_key_stands_in_the_noise_by_accident():
     hopeless = TaskItems("single", 256, 1, text(ids=4, key_width=2), SIZES)
     with pytest.raises(ValueError, match="in the noise by accident: use a larger vocabulary"):
         hopeless[0]
-
-
-def test_occurrences_may_overlap():
-    assert occurrences(np.array([1, 1, 1, 2, 1, 1]), (1, 1)) == 3
-    assert occurrences(np.array([1, 2, 3]), (2, 3)) == 1
-    assert occurrences(np.array([1, 2, 3]), (3, 2)) == 0
-    assert occurrences(np.array([1, 2]), (1, 2, 3)) == 0
 
 
 def test_special_tokens_are_neither_noise_nor_key():
@@ -534,34 +501,11 @@ def test_no_line_of_the_table_is_longer_than_a_hundred_characters():
 # --------------------------------------------------------------------------- the picture
 
 
-def decoded(content: bytes) -> np.ndarray:
-    """A PNG file read as the standard says, with all its checksums."""
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    chunks = {}
-    place = 8
-    while place < len(content):
-        size = int.from_bytes(content[place : place + 4])
-        name = content[place + 4 : place + 8]
-        body = content[place + 8 : place + 8 + size]
-        assert int.from_bytes(content[place + 8 + size : place + 12 + size]) == zlib.crc32(
-            name + body
-        )
-        chunks[name] = body
-        place += 12 + size
-    assert list(chunks) == [b"IHDR", b"IDAT", b"IEND"]
-
-    width, height = np.frombuffer(chunks[b"IHDR"][:8], ">u4")
-    assert chunks[b"IHDR"][8:] == bytes([8, 2, 0, 0, 0])
-    lines = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, -1)
-    assert not lines[:, 0].any()
-    return lines[:, 1:].reshape(height, width, 3)
-
-
 def test_the_picture_survives_as_png():
     found = Retrieval((score(80), score(40, task="multivalue")))
     image = found.picture()
     assert image.dtype == np.uint8 and image.shape[2] == 3
-    assert np.array_equal(decoded(heatmap.png(image)), image)
+    assert np.array_equal(Image.open(io.BytesIO(heatmap.png(image))), image)
 
 
 def test_a_cell_has_the_colour_of_its_score():
@@ -576,11 +520,6 @@ def test_a_cell_has_the_colour_of_its_score():
         assert tuple(corner) == heatmap.colour(score)
 
 
-def test_colours_grow_lighter_with_the_score():
-    lightness = [heatmap.lightness(heatmap.colour(score)) for score in np.linspace(0, 1, 101)]
-    assert (np.diff(lightness) > 0).all()
-
-
 def test_a_percentage_says_all_or_none_only_if_it_is_so():
     words = [heatmap.percent(score) for score in (0.0, 0.001, 0.984, 0.999, 1.0, math.nan)]
     assert words == ["0", "1", "98", "99", "100", "-"]
@@ -592,15 +531,10 @@ def test_letters_stand_where_they_are_written():
     rows, columns = np.nonzero((image == 0).all(2))
     assert (rows.min(), rows.max()) == (3, 16)
     assert abs(columns.mean() - 19.5) < 1
-    known = set(heatmap.FONT)
-    assert set("".join(ALL_TASKS)) <= known
-    assert set("0123456789%.,- ") | set("abcdefghijklmnopqrstuvwxyz") == known
-    assert all(dots.shape == (9, 6) for dots in heatmap.FONT.values())
-    assert all(dots.any() for letter, dots in heatmap.FONT.items() if letter != " ")
+    assert set("".join(ALL_TASKS)) | set("0123456789%.,- ") <= set(heatmap.FONT)
 
 
-@pytest.mark.parametrize("panels", [1, 4, 5])
-@pytest.mark.parametrize("lengths", [[64], [100_000, 131_072]])
+@pytest.mark.parametrize("panels, lengths", [(1, [100_000, 131_072]), (4, [64]), (5, [64])])
 def test_pictures_of_any_number_of_tables_and_lengths_are_drawn(panels, lengths):
     names = ["multivalue", "a", "b", "c", "d"][:panels]
     tables = {name: np.full((DEPTHS, len(lengths)), 0.5) for name in names}
@@ -609,14 +543,7 @@ def test_pictures_of_any_number_of_tables_and_lengths_are_drawn(panels, lengths)
     assert image.shape[0] == lines * (DEPTHS + 3) * heatmap.LINE
 
 
-def test_tables_that_do_not_have_the_lengths_are_refused():
-    with pytest.raises(ValueError, match="no table to draw: pass at least one"):
-        heatmap.picture({}, [64])
-    with pytest.raises(ValueError, match="single has 3 columns for 1 lengths: pass one column"):
-        heatmap.picture({"single": np.ones((2, 3))}, [64])
-
-
-# --------------------------------------------------------------------------- ranks, and stopping
+# --------------------------------------------------------------------------- ranks
 
 
 def measured(world: dist.World) -> dict:
@@ -641,11 +568,6 @@ def test_ranks_that_share_rows_pad_them_and_find_the_same(length):
     )
     assert padded.record() == alone.record()
     assert padded.means[0].score == 1
-
-
-def test_measuring_stops_when_it_is_asked_to():
-    questions = Questions(recall(), [64], tasks=["single"], count=2)
-    assert measure(PerfectRecall(recall()), questions, must_stop=lambda: True) is None
 
 
 # --------------------------------------------------------------------------- bad input

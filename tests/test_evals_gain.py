@@ -13,7 +13,6 @@ import torch
 from longhaul import dist, kernels, step
 from longhaul.config import TrainConfig
 from longhaul.evals import gain
-from longhaul.evals.copies import far_copies
 from longhaul.evals.gain import Window
 from longhaul.evals.score import Item, ModelScorer, Scores
 from longhaul.kernels import sdpa
@@ -172,13 +171,6 @@ def test_the_seed_decides_between_equal_lengths_only():
     assert longest.pieces[0].document == 9
 
 
-def test_far_copies_of_the_sample_are_those_of_its_rows():
-    chosen = gain.sample(copying_documents(), 199, WINDOW, rows=3)
-    for piece in chosen.pieces:
-        assert np.array_equal(piece.far_copies, far_copies(piece.ids, 32, 4))
-        assert piece.far_copies.sum() == 96
-
-
 def test_tokens_that_are_not_learned_are_neither_asked_nor_counted():
     split = Documents(copying_documents().ids, masked=3)
     scorer = CopyHead()
@@ -325,13 +317,6 @@ def test_a_document_without_far_copies_has_none():
     found = gain.measure(Uniform(), gain.sample(random_documents(90), 100, WINDOW, 3))
     assert "far copies (0.0% of tokens) none" in found.line()
     assert found.scalars() == {"gain/all": 0}
-
-
-@pytest.mark.parametrize("ids", [[0] * 90, [0, 1] * 45], ids=["one token", "two in turn"])
-def test_documents_that_repeat_themselves_have_near_copies_only(ids):
-    found = gain.measure(CopyHead(), gain.sample(Documents([ids, ids]), 100, WINDOW, 3))
-    assert found.far_copies.tokens == 0
-    assert found.all.gain == 0
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])

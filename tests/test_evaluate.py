@@ -5,7 +5,6 @@ import dataclasses
 import io
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 
 import train
 from data import prepare
-from longhaul.checkpoint.format import checksum
 from longhaul.evals.compare import Comparison
 from longhaul.evals.measures import Asked, Report
 from longhaul.evals.position import Losses, bucket_edges
@@ -112,6 +110,7 @@ def test_json_has_the_figures_of_the_table_and_those_of_documents(compared):
     weighted = np.dot(documents["loss"], documents["tokens"]) / sum(documents["tokens"])
     assert weighted == pytest.approx(losses["loss"], rel=1e-9)
     assert {one["task"] for one in record["retrieval"]["scores"]} == {"single", "copy"}
+    assert (compared / "heatmap.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_long_lines_are_folded_below_the_figures():
@@ -121,10 +120,6 @@ def test_long_lines_are_folded_below_the_figures():
     assert all(part.startswith(" " * evaluate.INDENT) for part in others)
     words = [first, *(part.strip() for part in others)]
     assert " ".join(words) == f"by position        {cells}"
-
-
-def test_the_heatmap_is_a_png(compared):
-    assert (compared / "heatmap.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
@@ -194,19 +189,6 @@ def test_fp32_is_computed_for_a_run_that_kept_no_fp32_weights(folder, monkeypatc
     assert next(opened.load(CPU).parameters()).dtype == torch.float32
     kept = evaluate.Opened.of(f"{folder}/a", "", CPU)
     assert next(kept.load(CPU).parameters()).dtype == torch.bfloat16
-
-
-def test_a_checkpoint_of_a_policy_is_evaluated_as_one_of_train_py(folder, tmp_path, capsys):
-    words = "--device cpu --batches 2 --evals loss"
-    plain = without_costs(printed(capsys, f"--checkpoint {folder}/a {words}"))
-
-    shutil.copytree(folder / "a", tmp_path / "policy")
-    (path,) = (tmp_path / "policy").glob("step-*/manifest.json")
-    manifest = json.loads(path.read_text())
-    manifest["config"] |= {"kl_coef": 0.01, "reward": "self_certainty", "group_size": 4}
-    path.write_text(json.dumps(manifest | {"checksum": checksum(manifest)}))
-    found = without_costs(printed(capsys, f"--checkpoint {tmp_path}/policy {words}"))
-    assert found[1:] == plain[1:]
 
 
 def test_a_run_with_triton_kernels_is_evaluated_on_a_cpu(folder, monkeypatch):
@@ -324,17 +306,3 @@ def test_pairs_cancel_what_makes_a_document_hard_for_both_models():
     assert difference.excludes_zero
     alone = reports[0].losses["x"].interval
     assert alone.high - alone.low > 20 * (difference.interval.high - difference.interval.low)
-
-
-# --------------------------------------------------------------------------- progress
-
-
-def test_progress_adds_up_to_what_was_counted_before(folder):
-    config = evaluate.Opened.of(f"{folder}/a", "", CPU).config
-    item = evaluate.Item(torch.zeros(1, 64, dtype=torch.long), torch.zeros(1, 64, dtype=torch.long))
-    total = evaluate.Watched(config)
-    with evaluate.bar("evaluating", 1.0) as progress:
-        watched = evaluate.Watched(config, total, progress)
-        for _ in range(4):
-            watched.score(item)
-        assert progress.n == total.operations > 0

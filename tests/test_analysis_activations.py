@@ -76,9 +76,16 @@ def by_hand(model: Decoder, tokens: torch.Tensor, doc_ids: torch.Tensor | None) 
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("attention", ["standard", "nsa"])
+@pytest.mark.parametrize(
+    "attention, packed, dtype",
+    [
+        ("standard", False, "float32"),
+        ("standard", True, "bfloat16"),
+        ("standard", True, "float16"),
+        ("nsa", False, "bfloat16"),
+        ("nsa", True, "float32"),
+    ],
+)
 def test_every_site_is_what_the_layers_compute(attention, packed, dtype):
     model = decoder(attention, dtype)
     doc_ids = documents() if packed else None
@@ -89,8 +96,7 @@ def test_every_site_is_what_the_layers_compute(attention, packed, dtype):
         assert x.dtype == model.config.dtype and torch.equal(x, expected[key]), key
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("chunk", [1, 7, 61, 100])
+@pytest.mark.parametrize("chunk, packed", [(1, True), (7, False), (7, True), (61, True)])
 def test_parts_over_the_cache_are_the_whole_row(chunk, packed):
     doc_ids = documents() if packed else None
     whole = collected(decoder(), rows(), doc_ids=doc_ids)
@@ -184,13 +190,6 @@ def test_nothing_stays_in_the_model_even_after_an_error():
         model(rows())
     assert torch.equal(model(rows()), before)
     assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_reading_leaves_gradients_and_random_numbers_as_they_were():
-    random = torch.get_rng_state()
-    collected(decoder(), rows(), chunk=8)
-    assert all(p.grad is None for p in decoder().parameters())
-    assert torch.equal(random, torch.get_rng_state())
 
 
 # --------------------------------------------------------------------------- bad input

@@ -118,9 +118,17 @@ def relative(gradients: dict, truth: dict) -> float:
     )
 
 
-@pytest.mark.parametrize("old", [True, False])
-@pytest.mark.parametrize("normalizer", policy.NORMALIZERS)
-@pytest.mark.parametrize("kl", policy.KLS)
+@pytest.mark.parametrize(
+    "kl, normalizer, old",
+    [
+        ("exact", "tokens", True),
+        ("exact", "sequence", False),
+        ("exact", "constant", True),
+        ("k3", "tokens", False),
+        ("k3", "constant", True),
+        ("k1", "sequence", True),
+    ],
+)
 def test_loss_and_gradients_are_those_of_the_full_logits_in_float64(
     models, monkeypatch, kl, normalizer, old
 ):
@@ -249,14 +257,13 @@ EACH = [[index] for index in range(8)]
 @pytest.mark.parametrize("normalizer", policy.NORMALIZERS)
 def test_micro_batches_may_be_cut_anywhere(normalizer):
     expected = one_update(dist.World(), EACH, normalizer, skip=True)
-    for split in ([list(range(8))], [[0, 1, 2], [3, 4, 5, 6, 7]], [[5, 1], [3], [0, 2, 7, 4, 6]]):
+    for split in ([list(range(8))], [[5, 1], [3], [0, 2, 7, 4, 6]]):
         require_equal(one_update(dist.World(), split, normalizer, True), expected)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_have_the_loss_and_the_gradients_of_one_process(ranks):
+def test_ranks_have_the_loss_and_the_gradients_of_one_process():
     expected = one_update(dist.World(), EACH, "tokens", skip=True)
-    for found in run_ranks(one_update, ranks, EACH, "tokens", True):
+    for found in run_ranks(one_update, 2, EACH, "tokens", True):
         require_equal(found, expected)
 
 

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ import data.recall
 from data.dataset import open_dataset
 from data.writer import write_dataset
 from longhaul import dist
-from longhaul.evals import heatmap, tasks
+from longhaul.evals import heatmap
 from longhaul.evals.intervals import Interval, wilson
 from longhaul.evals.retrieval import (
     Questions,
@@ -305,25 +304,6 @@ def test_a_vocabulary_of_a_dataset_is_that_of_its_task_or_of_its_text(tmp_path):
     assert 0 not in found.noise
 
 
-def test_a_document_is_read_for_noise_only_as_far_as_it_is_taken(monkeypatch):
-    class Document:
-        manifest = SimpleNamespace(task=None)
-        eod_id = 0
-        lengths = np.array([60, 100, 9000, 50])
-        read_lengths = []
-
-        def split(self, _name):
-            return self
-
-        def read(self, document, start, length):
-            self.read_lengths.append(length)
-            return np.full(length, document + 1)
-
-    monkeypatch.setattr(tasks, "NOISE", 1000)
-    found = Vocabulary.of_dataset(Document(), size=8)
-    assert np.bincount(found.noise).tolist() == [0, *Document.read_lengths] == [0, 60, 100, 840]
-
-
 # --------------------------------------------------------------------------- items
 
 
@@ -489,15 +469,6 @@ def test_reports():
     }
 
 
-def test_no_line_of_the_table_is_longer_than_a_hundred_characters():
-    lengths = [1024 * 2**power for power in range(10)]
-    scores = [score(70, length, task) for length in lengths for task in ALL_TASKS]
-    lines = Retrieval(tuple(scores)).line().splitlines()
-    assert max(map(len, lines)) <= 100
-    for length in lengths:
-        assert sum(f" {length:,}" in line for line in lines[:-1]) == 1
-
-
 # --------------------------------------------------------------------------- the picture
 
 
@@ -523,24 +494,6 @@ def test_a_cell_has_the_colour_of_its_score():
 def test_a_percentage_says_all_or_none_only_if_it_is_so():
     words = [heatmap.percent(score) for score in (0.0, 0.001, 0.984, 0.999, 1.0, math.nan)]
     assert words == ["0", "1", "98", "99", "100", "-"]
-
-
-def test_letters_stand_where_they_are_written():
-    image = heatmap.blank(30, 40)
-    heatmap.write(image, "1", 10, 20)
-    rows, columns = np.nonzero((image == 0).all(2))
-    assert (rows.min(), rows.max()) == (3, 16)
-    assert abs(columns.mean() - 19.5) < 1
-    assert set("".join(ALL_TASKS)) | set("0123456789%.,- ") <= set(heatmap.FONT)
-
-
-@pytest.mark.parametrize("panels, lengths", [(1, [100_000, 131_072]), (4, [64]), (5, [64])])
-def test_pictures_of_any_number_of_tables_and_lengths_are_drawn(panels, lengths):
-    names = ["multivalue", "a", "b", "c", "d"][:panels]
-    tables = {name: np.full((DEPTHS, len(lengths)), 0.5) for name in names}
-    image = heatmap.picture(tables, lengths)
-    lines = -(-panels // heatmap.PANELS)
-    assert image.shape[0] == lines * (DEPTHS + 3) * heatmap.LINE
 
 
 # --------------------------------------------------------------------------- ranks

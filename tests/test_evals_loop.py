@@ -237,13 +237,6 @@ def test_lengths_of_retrieval_are_powers_of_two_up_to_the_context():
     assert settings(context_length=100).retrieval_lengths() == (100,)
 
 
-def test_a_stage_measures_the_lengths_that_it_has():
-    schedule = dict(context_length=4096, length_schedule="1024:2,4096:1")
-    first, last = settings(**schedule).stages()
-    assert first.cfg.retrieval_lengths() == (1024,)
-    assert last.cfg.retrieval_lengths() == (1024, 2048, 4096)
-
-
 @pytest.mark.parametrize(
     "flags, words",
     [

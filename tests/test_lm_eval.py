@@ -238,23 +238,6 @@ def test_a_shared_context_passes_once_and_gives_the_same_answers(adapter, monkey
         assert other == (pytest.approx(expected, abs=1e-4), greedy)
 
 
-def test_choices_of_one_token_pass_once(adapter, monkeypatch):
-    requests = pairs_of([20], [1, 1, 1, 3])
-    rows = []
-    figures = adapter.scorer.figures
-
-    def counted(item, *args):
-        rows.append(item.tokens_BT.numel())
-        return figures(item, *args)
-
-    monkeypatch.setattr(adapter.scorer, "figures", counted)
-    found = adapter._loglikelihood_tokens(requests, disable_tqdm=True)
-    assert rows == [20 + 22]
-    assert len({answer[0] for answer in found}) == 4
-    for answer, request in zip(found, requests):
-        assert answer[0] == pytest.approx(dense(adapter.model, request)[0], abs=1e-4)
-
-
 def test_sparse_attention_answers_too(folder):
     installed("lm_eval")
     from longhaul.evals.harness import LonghaulLM

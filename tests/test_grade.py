@@ -552,30 +552,6 @@ def test_too_few_tokens_are_told_once_with_the_number_that_is_enough():
     assert objective.advice == ""
 
 
-def test_fewer_tokens_than_were_too_few_are_never_advised():
-    objective = GradeObjective(settings(gumbel_topk=2), decoder(1), reward_model())
-    policy = decoder(0)
-    objective.loss(policy, micro(), torch.tensor(1.0))
-    # the last micro-batch of the step is certain of one token
-    objective.latest = objective.latest._replace(hidden_ND=objective.latest.hidden_ND * 1e4)
-    objective.figures()
-    assert objective.advice.endswith("of the probability: give a larger one")
-
-
-def test_tokens_after_the_end_do_not_count_for_that_number():
-    objective = GradeObjective(settings(gumbel_topk=2), decoder(1), reward_model())
-    policy = decoder(0)
-    objective.loss(policy, micro(), torch.tensor(1.0))
-    hidden_ND = objective.latest.hidden_ND
-    alone_BT = torch.zeros(B, T)
-    alone_BT[1, 0] = 1
-    objective.latest = objective.latest._replace(counts_BT=alone_BT)
-    objective.figures()
-    expected = grade.enough_tokens(policy, hidden_ND[T : T + 1])
-    assert expected != grade.enough_tokens(policy, hidden_ND)
-    assert f"give --gumbel_topk {expected}, which" in objective.advice
-
-
 def test_the_number_that_is_told_is_enough_and_one_less_is_not():
     policy = decoder(0)
     hidden_ND = policy.hidden(prompts())[:, -1]

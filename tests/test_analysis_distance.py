@@ -233,35 +233,7 @@ def test_rows_of_equal_length_are_measured_at_all_their_positions(every):
     assert sum(starts) / len(starts) == pytest.approx(15 * 64 / 2, rel=0.1)
 
 
-def test_a_sample_of_many_equal_rows_has_the_distances_of_all():
-    model = decoder()
-    all_of_them = profiles(model, rows(128, 60))
-    sample = profiles(model, rows(128, 60), every=2)
-    for layer in LAYERS:
-        whole = all_of_them[layer]["all"].distance
-        assert sample[layer]["all"].distance == pytest.approx(whole, rel=0.1)
-
-
 # --------------------------------------------------------------------------- known figures
-
-
-def planted(back: int, tokens: int = 300) -> dict:
-    """The buckets of queries and keys that attend to the token `back` tokens earlier."""
-    K = 512
-    make = torch.Generator().manual_seed(2)
-    k_SGK = torch.nn.functional.normalize(torch.randn(tokens, 1, K, generator=make), dim=-1)
-    q_SHK = k_SGK.roll(back, 0) * 2000
-    sums = distance._bucket_sums(
-        distance._heads_first(q_SHK[256:300], k_SGK), 256, distance.Keys(k_SGK)
-    )
-    return (sums / sums[..., :-1].sum(-1, keepdim=True))[0, 0].mean(0)
-
-
-@pytest.mark.parametrize("back", [0, 1, 32, 200])
-def test_a_head_that_copies_from_a_fixed_distance(back):
-    found = planted(back)
-    assert found[bucket_of(back)].item() == pytest.approx(1, abs=1e-4)
-    assert found[-1].item() == pytest.approx(back, abs=1e-2)
 
 
 @pytest.mark.parametrize(

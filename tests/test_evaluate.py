@@ -15,9 +15,6 @@ import torch
 
 import train
 from data import prepare
-from longhaul.evals.compare import Comparison
-from longhaul.evals.measures import Asked, Report
-from longhaul.evals.position import Losses, bucket_edges
 from scripts import convert_qwen3, evaluate
 
 CPU = torch.device("cpu")
@@ -285,24 +282,3 @@ def test_a_peak_that_may_be_of_the_first_model_is_not_printed(folder, capsys):
     first, second = (line for line in lines if line.startswith("memory"))
     assert re.search(r"\d GiB peak of resident memory, planned", first)
     assert "unknown peak of resident memory, planned" in second
-
-
-def losses(noise_D: np.ndarray, offset: float) -> Losses:
-    """Two tokens of each document at position 0, at a loss that the document decides."""
-    edges = bucket_edges(16)
-    counts = np.full((len(noise_D), 1), 2)
-    sums = 2 * (noise_D[:, None] + offset)
-    return Losses(edges, np.arange(len(noise_D)), sums, counts, {}, 1.0, 5.0)
-
-
-def test_pairs_cancel_what_makes_a_document_hard_for_both_models():
-    random = np.random.default_rng(0)
-    hard_D = random.normal(3, 1, size=60)
-    models = (hard_D, hard_D + random.normal(0, 0.01, size=60) - 0.02)
-    reports = [Report(Asked(16), {"loss": {"x": losses(m, 0)}}, {}, 0.0) for m in models]
-    difference = Comparison(*reports).differences[0]
-    assert difference.difference == pytest.approx(0.02, abs=0.005)
-    assert difference.interval.low < difference.difference < difference.interval.high
-    assert difference.excludes_zero
-    alone = reports[0].losses["x"].interval
-    assert alone.high - alone.low > 20 * (difference.interval.high - difference.interval.low)

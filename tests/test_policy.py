@@ -181,13 +181,20 @@ TRAIN = TrainConfig(
 )
 
 
-def one_update(world: dist.World, split: list[list[int]], normalizer: str, skip: bool) -> dict:
+def one_update(
+    world: dist.World,
+    split: list[list[int]],
+    normalizer: str,
+    skip: bool,
+    dtype: str = "fp32",
+) -> dict:
     """Loss, gradients and figures of a step over 8 groups: each list is a micro-batch, and the
     micro-batches lie one after another on the ranks.
     """
     mesh = dist.data_mesh(world, torch.device("cpu"), 1)
-    state = step.build(TRAIN, TRAIN.model(), "cpu", world, mesh)
-    other = dataclasses.replace(TRAIN, seed=5)
+    cfg = dataclasses.replace(TRAIN, dtype=dtype)
+    state = step.build(cfg, cfg.model(), "cpu", world, mesh)
+    other = dataclasses.replace(cfg, seed=5)
     reference = step.frozen(other, other.model(), "cpu", mesh)
     settings = PolicyLoss(normalizer=normalizer, **SETTINGS)
     state.objective = PolicyObjective(settings, reference)
@@ -228,6 +235,17 @@ def test_ranks_have_the_loss_and_the_gradients_of_one_process():
     expected = one_update(dist.World(), EACH, "tokens", skip=True)
     for found in run_ranks(one_update, 2, EACH, "tokens", True):
         require_equal(found, expected)
+
+
+def test_ranks_agree_with_one_process_in_bf16():
+    def figures(found: dict) -> dict:
+        norms = [float(gradient.norm()) for gradient in found.pop("gradients").values()]
+        return found | {"norm": math.hypot(*norms)}
+
+    given = EACH, "tokens", False, "bf16"
+    expected = figures(one_update(dist.World(), *given))
+    for found in run_ranks(one_update, 2, *given):
+        assert figures(found) == pytest.approx(expected, rel=0.02, abs=1e-3)
 
 
 def test_a_group_that_is_not_learned_changes_nothing():

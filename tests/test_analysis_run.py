@@ -147,14 +147,6 @@ def test_the_plan_of_each_part_is_within_five_percent_of_what_it_took(done):
         assert planned == pytest.approx(measured[name], rel=0.05), name
 
 
-def test_the_longest_document_of_the_rows_is_known(made):
-    for context in (16, 40, 90):
-        samples = Samples(open_dataset(made / "data").split("val"), context, 3)
-        doc_ids_BT = samples.rows(0, 3).doc_ids_BT
-        counts = [ids.unique(return_counts=True)[1].max().item() for ids in doc_ids_BT]
-        assert samples.longest == max(counts)
-
-
 def test_the_page_needs_nothing_else_and_has_every_section(done):
     page = (done / "report.html").read_text()
     headings = re.findall("<h2>(.*?)</h2>", page)
@@ -369,15 +361,6 @@ def test_a_model_that_cannot_copy_is_analysed_without_patching(made, tmp_path, c
     assert run_full_analysis.main(words) == 0
     assert without_costs(read(tmp_path / "out")) == without_costs(result)
     assert read(tmp_path / "out")["left_out"] == result["left_out"]
-
-
-def test_only_the_refusal_to_patch_is_caught(made, tmp_path, capsys, monkeypatch):
-    def fails(self, tokens_BT):
-        raise ValueError("something else: mend it")
-
-    monkeypatch.setattr(Patching, "_mean_difference", fails)
-    assert refused(command(made, tmp_path / "out"), capsys).endswith("something else: mend it")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")

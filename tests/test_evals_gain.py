@@ -1,4 +1,4 @@
-"""Context gain: of planted scorers whose gain is known, of models that cannot see far, by ranks."""
+"""Context gain: of planted scorers whose gain is known, and of a model's single windows."""
 
 import json
 import math
@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from longhaul import dist, step
-from longhaul.config import TrainConfig
+from longhaul import kernels
 from longhaul.evals import gain
 from longhaul.evals.gain import Window
 from longhaul.evals.score import Item, ModelScorer, Scores
-from model import IGNORE
-from tests.ranks import run_ranks
+from model import IGNORE, ModelConfig
 
 WINDOW = Window(short=32, stride=8, ngram=4)
 V = 50
@@ -257,7 +255,7 @@ COPYING = Documents([*copying_documents().ids, np.arange(40)])
     [
         (CopyHead(), COPYING, 9, "32 -> 199: 5.1679 +- 0.0000 nats/token (3 documents, 1 other "),
         (CopyHead(), COPYING, 9, "(57.5% of tokens) 8.9900 +- 0.0000; it reads more than 32 "),
-        (CopyHead(), COPYING, 1, "5.1679 nats/token (1 document, which has no interval)"),
+        (CopyHead(), COPYING, 1, "5.1679 nats/token (1 document, which has no interval, "),
         (Uniform(), COPYING, 9, "it reads more than 32 tokens back: not shown"),
         (Uniform(), random_documents(90), 3, "far copies (0.0% of tokens) none"),
         (Uniform(), SHORT, 3, "not measured: no document of 3 has more than 40 tokens"),
@@ -331,28 +329,9 @@ def test_the_default_window_follows_the_context():
 # --------------------------------------------------------------------------- a real model
 
 
-MODEL = dict(
-    model_size="tiny",
-    vocab_size=V,
-    context_length=96,
-    dtype="fp32",
-    device="cpu",
-    model_overrides=("num_layers=2", "hidden_size=64", "ffn_size=96", "num_kv_heads=4"),
-)
-
-
-def built(changes: dict | None = None, world=step.ONE_PROCESS):
-    cfg = TrainConfig(**MODEL | (changes or {}))
-    mesh = dist.data_mesh(world, torch.device("cpu"), 1)
-    return step.build(cfg, cfg.model(), "cpu", world, mesh)
-
-
-def many_documents() -> Documents:
-    return random_documents(*range(97, 73, -2))
-
-
 def test_the_losses_of_both_sides_are_those_of_single_windows():
-    decoder = built().model
+    sizes = dict(vocab_size=V, num_layers=2, hidden_size=64, ffn_size=96)
+    decoder = kernels.decoder(ModelConfig.preset("tiny", **sizes))
     scorer = ModelScorer(decoder, "cpu")
     chosen = gain.sample(random_documents(91, 60), 96, WINDOW, rows=2)
     found = gain.measure(scorer, chosen)
@@ -371,45 +350,3 @@ def test_the_losses_of_both_sides_are_those_of_single_windows():
 @torch.no_grad()
 def nats(decoder, seen: torch.Tensor, label: torch.Tensor) -> float:
     return -float(decoder(seen[None])[0, -1].double().log_softmax(-1)[label])
-
-
-# --------------------------------------------------------------------------- ranks
-
-
-SETTINGS = [
-    {},
-    dict(context_parallel_size=2, context_parallel_mode="ulysses"),
-    dict(context_parallel_size=2, context_parallel_mode="gather_kv"),
-]
-
-
-def figures(world: dist.World, changes: dict) -> tuple:
-    """Everything that a rank knows at the end; other seeds on every rank must not matter."""
-    np.random.seed(world.rank)
-    torch.manual_seed(world.rank)
-    state = built(changes, world)
-    chosen = gain.sample(many_documents(), 96, WINDOW, rows=5)
-    scorer = ModelScorer(state.model, "cpu")
-    found = gain.measure(
-        scorer, chosen, key_tokens=True, world=world, ranks_per_row=state.cfg.context_ranks
-    )
-    far = [piece.far_copies.tolist() for piece in chosen.pieces]
-    copying = gain.sample(copying_documents(), 199, WINDOW, rows=3)
-    planted = gain.measure(CopyHead(), copying, world=world)
-    return found.record(), found.per_document(), far, planted.record()
-
-
-def figures_of_all(world: dist.World, settings: list[dict]) -> list:
-    return [figures(world, changes) for changes in settings]
-
-
-@pytest.mark.slow
-def test_two_ranks_have_the_figures_of_one_also_when_they_share_rows():
-    record, per_document, far, planted = figures(step.ONE_PROCESS, {})
-    for of_rank in run_ranks(figures_of_all, 2, SETTINGS):
-        for its_record, its_documents, its_far, its_planted in of_rank:
-            assert (its_far, its_planted) == (far, planted)
-            for name, figure in record["all"].items():
-                assert its_record["all"][name] == pytest.approx(figure, abs=1e-6), name
-            gains = its_documents["all"]["gain"]
-            assert gains == pytest.approx(per_document["all"]["gain"], abs=1e-6)

@@ -110,15 +110,6 @@ def test_json_has_the_figures_of_the_table_and_those_of_documents(compared):
     assert (compared / "heatmap.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_long_lines_are_folded_below_the_figures():
-    cells = " | ".join(f"{n}: 6.240 +- 0.042 (4)" for n in range(9))
-    first, *others = evaluate.fold(f"by position        {cells}")
-    assert len(others) == 2 and max(map(len, [first, *others])) <= 100
-    assert all(part.startswith(" " * evaluate.INDENT) for part in others)
-    words = [first, *(part.strip() for part in others)]
-    assert " ".join(words) == f"by position        {cells}"
-
-
 def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
     folder, capsys, monkeypatch
 ):

@@ -5,11 +5,13 @@ import shutil
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
 from data import sums
+from data.writer import TokenizedDocument, write_dataset
 from longhaul import cli
 from longhaul.checkpoint.format import checksum
 from longhaul.posttrain import demo
@@ -20,7 +22,6 @@ from tests.policy_runs import records, same_bits
 from tests.ranks import run_program
 from tests.tiers import slow
 
-ROOT = Path(__file__).parent.parent
 MODEL = (
     "--model_size tiny --vocab_size 15 --context_length 16 --rope_theta 1e4 --dtype fp32 "
     "--device cpu --model_overrides hidden_size=32 num_layers=2 num_heads=2 num_kv_heads=2 "
@@ -194,6 +195,18 @@ def test_bad_input_is_one_line_and_writes_nothing(folder, tmp_path, capsys, flag
     assert stop.value.code == 2
     assert said in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.slow
+def test_a_reward_by_answers_is_refused_without_them(folder, tmp_path, capsys):
+    made = [TokenizedDocument(np.array([1, 2, n % 9, 14])) for n in range(12)]
+    write_dataset(made, tmp_path / "data", vocab_size=15, eod_id=14, val_fraction=0)
+    with pytest.raises(SystemExit) as stop:
+        run(folder, tmp_path / "run", f"--data {tmp_path}/data --reward label")
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "--reward label compares responses with answers" in line
+    assert not (tmp_path / "run").exists()
 
 
 def test_clip_is_the_policys():

@@ -37,7 +37,6 @@ ROOT = Path(__file__).parent.parent
 LENGTH = 60  # tokens of a text
 FEW = "--context_length 40 --num-samples 6 --batch-size 2 --prompts 4 --prompt_length 24 --spans 4"
 SAE = "--sae_tokens 300 --sae-width 2 --sae-k 4"
-COSTS = ("seconds", "peak_bytes")
 
 
 def texts(count: int) -> Iterator[np.ndarray]:

@@ -72,7 +72,6 @@ STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outs
     "longhaul.lengths": set(),
     "longhaul.exits": set(),
 }
-ROOMS = {name for level in LEVELS for name in level}
 OURS = {name.split(".")[0] for level in LEVELS for name in level}
 NOT_THE_PRODUCT = {"tests", ".venv", ".venv-cpu", "runs", "build"}
 SOURCES = sorted(

@@ -28,7 +28,6 @@ from tests.policy_runs import records, same_bits
 from tests.ranks import run_program
 from tests.tiers import slow
 
-ROOT = Path(__file__).parent.parent
 MODEL = (
     f"--model_size tiny --vocab_size {reviews.VOCABULARY} --context_length 32 --rope_theta 1e4 "
     "--dtype fp32 --device cpu --model_overrides hidden_size=32 num_layers=2 num_heads=2 "

@@ -76,9 +76,16 @@ def by_hand(model: Decoder, tokens: torch.Tensor, doc_ids: torch.Tensor | None) 
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("attention", ["standard", "nsa"])
+@pytest.mark.parametrize(
+    "attention, packed, dtype",
+    [
+        ("standard", False, "float32"),
+        ("standard", True, "bfloat16"),
+        ("standard", True, "float16"),
+        ("nsa", False, "bfloat16"),
+        ("nsa", True, "float32"),
+    ],
+)
 def test_every_site_is_what_the_layers_compute(attention, packed, dtype):
     model = decoder(attention, dtype)
     doc_ids = documents() if packed else None
@@ -89,8 +96,7 @@ def test_every_site_is_what_the_layers_compute(attention, packed, dtype):
         assert x.dtype == model.config.dtype and torch.equal(x, expected[key]), key
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("chunk", [1, 7, 61, 100])
+@pytest.mark.parametrize("chunk, packed", [(1, True), (7, False), (7, True), (61, True)])
 def test_parts_over_the_cache_are_the_whole_row(chunk, packed):
     doc_ids = documents() if packed else None
     whole = collected(decoder(), rows(), doc_ids=doc_ids)
@@ -109,21 +115,6 @@ def test_only_what_is_asked_for_is_read_in_the_order_in_which_it_is_made():
     order = []
     stream(decoder(), rows(), [2, 0], ["residual", "mlp"], lambda *at: order.append(at[:2]))
     assert order == [(0, "mlp"), (0, "residual"), (2, "mlp"), (2, "residual")]
-
-
-@pytest.mark.parametrize("chunk", [0, 16])
-def test_the_forward_ends_after_the_last_layer_that_is_asked_for(chunk):
-    model = decoder()
-    ran = []
-    handles = [
-        block.register_forward_hook(lambda *_, layer=layer: ran.append(layer))
-        for layer, block in enumerate(model.layers)
-    ]
-    stream(model, rows(), [1], ["residual"], lambda *_: None, chunk=chunk)
-    for handle in handles:
-        handle.remove()
-    assert set(ran) == {0, 1}
-    assert len(model.layers) == model.config.num_layers == L
 
 
 def test_levers_that_run_a_layer_in_parts_change_nothing():
@@ -184,13 +175,6 @@ def test_nothing_stays_in_the_model_even_after_an_error():
         model(rows())
     assert torch.equal(model(rows()), before)
     assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_reading_leaves_gradients_and_random_numbers_as_they_were():
-    random = torch.get_rng_state()
-    collected(decoder(), rows(), chunk=8)
-    assert all(p.grad is None for p in decoder().parameters())
-    assert torch.equal(random, torch.get_rng_state())
 
 
 # --------------------------------------------------------------------------- bad input

@@ -70,24 +70,6 @@ def test_planted_directions_are_found(planted):
     assert before.share == 0
 
 
-@pytest.mark.slow
-def test_the_loss_falls(planted):
-    trainer, directions_AD = planted
-    losses = trainer.losses
-    assert losses[-1] < 0.1 < 0.25 < losses[0]
-    thirds = [sum(losses[i : i + 25]) for i in range(0, 75, 25)]
-    assert thirds == sorted(thirds, reverse=True)
-
-    unseen_ND = sums_of(directions_AD, active=4)(10**6)
-    assert trainer.autoencoder.unexplained(unseen_ND).item() == pytest.approx(losses[-1], rel=0.1)
-
-
-@pytest.mark.slow
-def test_rows_of_the_dictionary_keep_their_length(planted):
-    trainer, _ = planted
-    torch.testing.assert_close(trainer.autoencoder.decoder.norm(dim=1), torch.ones(2 * D))
-
-
 # ---- one step
 
 
@@ -260,7 +242,7 @@ def test_a_training_that_was_ended_continues_to_the_bit(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
-@pytest.mark.parametrize("changes", [{"k": 4}, {"seed": 1}, {"width": 3}, {"tokens": 4096}])
+@pytest.mark.parametrize("changes", [{"k": 4}, {"width": 3}])
 def test_another_training_is_refused(changes, tmp_path):
     file = tmp_path / "state.safetensors"
     Trainer(D, short()).save(file)

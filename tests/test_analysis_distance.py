@@ -167,7 +167,7 @@ def assert_same(found: dict, expected: dict) -> None:
 # --------------------------------------------------------------------------- against the reference
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 64, 65, 199])
+@pytest.mark.parametrize("tokens", [1, 64, 199])
 @pytest.mark.parametrize("attention", ["standard", "nsa"])
 def test_profiles_are_those_of_dense_probabilities(attention, tokens):
     model = decoder(attention)
@@ -175,8 +175,7 @@ def test_profiles_are_those_of_dense_probabilities(attention, tokens):
     assert_same(found, reference(model, list(rows(tokens))))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("attention", ["standard", "nsa"])
+@pytest.mark.parametrize("attention, dtype", [("standard", "float16"), ("nsa", "bfloat16")])
 def test_low_precision(attention, dtype):
     model = decoder(attention, dtype)
     found = profiles(model, rows(100))
@@ -197,16 +196,14 @@ def test_other_settings_of_sparse_attention(nsa):
     assert_same(profiles(model, rows(131)), reference(model, list(rows(131))))
 
 
-@pytest.mark.parametrize("tile", [1, 5000])
-@pytest.mark.parametrize("attention", ["standard", "nsa"])
+@pytest.mark.parametrize("attention, tile", [("standard", 5000), ("nsa", 1), ("nsa", 5000)])
 def test_small_tiles_of_keys(attention, tile, monkeypatch):
     monkeypatch.setattr(distance, "CPU_TILE", tile)
     model = decoder(attention)
     assert_same(profiles(model, rows(90)), reference(model, list(rows(90))))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("chunk", [1, 37, 64, 200])
+@pytest.mark.parametrize("chunk, packed", [(1, True), (37, False), (37, True), (64, True)])
 def test_parts_over_the_cache_are_the_whole_row(chunk, packed):
     model = decoder()
     doc_ids = documents(100) if packed else None
@@ -226,7 +223,7 @@ def test_one_chunk_of_queries_in_so_many_is_measured():
     assert_same(found, reference(model, list(rows(150, 1)), chosen))
 
 
-@pytest.mark.parametrize("every", [2, 4, 16, 24])
+@pytest.mark.parametrize("every", [4, 24])
 def test_rows_of_equal_length_are_measured_at_all_their_positions(every):
     totals = LayerDistances(decoder().config, every=every)
     starts = [start for _ in range(400) for start in totals.starts(0, 16 * 64)]
@@ -236,46 +233,7 @@ def test_rows_of_equal_length_are_measured_at_all_their_positions(every):
     assert sum(starts) / len(starts) == pytest.approx(15 * 64 / 2, rel=0.1)
 
 
-def test_a_sample_of_many_equal_rows_has_the_distances_of_all():
-    model = decoder()
-    all_of_them = profiles(model, rows(128, 60))
-    sample = profiles(model, rows(128, 60), every=2)
-    for layer in LAYERS:
-        whole = all_of_them[layer]["all"].distance
-        assert sample[layer]["all"].distance == pytest.approx(whole, rel=0.1)
-
-
 # --------------------------------------------------------------------------- known figures
-
-
-def planted(back: int, tokens: int = 300) -> dict:
-    """The buckets of queries and keys that attend to the token `back` tokens earlier."""
-    K = 512
-    make = torch.Generator().manual_seed(2)
-    k_SGK = torch.nn.functional.normalize(torch.randn(tokens, 1, K, generator=make), dim=-1)
-    q_SHK = k_SGK.roll(back, 0) * 2000
-    sums = distance._bucket_sums(
-        distance._heads_first(q_SHK[256:300], k_SGK), 256, distance.Keys(k_SGK)
-    )
-    return (sums / sums[..., :-1].sum(-1, keepdim=True))[0, 0].mean(0)
-
-
-@pytest.mark.parametrize("back", [0, 1, 2, 31, 32, 200])
-def test_a_head_that_copies_from_a_fixed_distance(back):
-    found = planted(back)
-    assert found[bucket_of(back)].item() == pytest.approx(1, abs=1e-4)
-    assert found[-1].item() == pytest.approx(back, abs=1e-2)
-
-
-def test_uniform_attention_has_a_mean_distance_of_half_the_past():
-    q = torch.zeros(10, 2, 4)
-    sums = distance._bucket_sums(
-        distance._heads_first(q, torch.randn(10, 1, 4)), 0, distance.Keys(torch.randn(10, 1, 4))
-    )
-    means = sums / sums[..., :-1].sum(-1, keepdim=True)
-    for head in range(2):
-        torch.testing.assert_close(means[0, head, :, -1], torch.arange(10) / 2)
-        torch.testing.assert_close(means[0, head, :, 0], 1 / torch.arange(1, 11))
 
 
 @pytest.mark.parametrize(
@@ -324,11 +282,3 @@ def test_what_cannot_be_measured_is_refused():
         measured(decoder(), {2: LayerDistances(decoder().config)}),
     ):
         pass
-
-
-def test_measuring_leaves_the_model_as_it_was():
-    model = decoder()
-    before = model(rows(20))
-    with measured(model, {0: LayerDistances(model.config)}):
-        assert torch.equal(model(rows(20)), before)
-    assert not any(module._forward_hooks for module in model.modules())

@@ -16,7 +16,6 @@ from longhaul.analysis.patching import (
     Pairs,
     Patching,
     copy_pairs,
-    logit_differences,
     span_name,
     spans,
 )
@@ -309,21 +308,3 @@ def test_native_sparse_attention_is_patched_too(pairs):
     assert effect_2C[0, 1].abs() > 1e-3
     # what the last layer adds before the last position is read by nobody
     assert effect_2C[:, 0].abs().max() < 1e-6
-
-
-def test_logit_differences_are_those_of_all_logits(pairs):
-    model = random_model()
-    all_BTV = model(pairs.clean_BT)
-    answer_B, foil_B = pairs.answer_B[:, None], pairs.foil_B[:, None]
-    expected_B1 = all_BTV[:, -1].gather(1, answer_B) - all_BTV[:, -1].gather(1, foil_B)
-    found_B = logit_differences(model, pairs.clean_BT, pairs.answer_B, pairs.foil_B)
-    torch.testing.assert_close(found_B, expected_B1[:, 0])
-
-
-def test_a_table_has_a_record(model, pairs):
-    table = Patching(model, pairs, most_spans=3).effects([1, 2])
-    record = table.record()
-    assert record["columns"] == ("0-11", "12-22", "23", "replaced")
-    assert len(record["values"]) == 2 * 2 * 4
-    assert record["top"][0] == (2, "attention", "23")
-    assert record["pairs"] == 12

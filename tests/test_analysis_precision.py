@@ -202,12 +202,6 @@ def test_an_overflow_is_found_where_it_happens(chunk, overflowing, rows_BT):
     require_finite(at_precision(overflowing, "bfloat16"), rows, chunk)
 
 
-def test_a_table_is_refused_if_a_precision_overflows(overflowing, rows_BT):
-    half = at_precision(overflowing, "float16")
-    with pytest.raises(ValueError, match="overflows in the MLP of layer 1"):
-        activation_costs(overflowing, half, [(rows_BT, None)], [1])
-
-
 def test_weights_that_are_not_finite_are_named(model, rows_BT):
     broken = kernels.decoder(CONFIG)
     broken.load_state_dict(model.state_dict())
@@ -257,21 +251,6 @@ def test_a_retrained_dictionary_differs_less_than_the_noise_floor(table):
     assert floor.mean < 0.95
     for cost in table.costs:
         assert cost.matches[1].mean > floor.mean
-
-
-@pytest.mark.slow
-def test_the_table_prints_its_noise_floor(table):
-    lines = table.lines()
-    assert lines[0].split() == ["precision", "layer", "RMS", "error", "Jaccard", "match", "floor"]
-    assert lines[1].split()[:2] == ["float16", "0"]
-    assert lines[1].split()[3:] == ["-", "-", "-"]  # no autoencoder of this layer
-    assert lines[2].split()[-1] == f"{table.floors[1].mean:.3f}"
-    assert "of the 8 largest effects are the same" in lines[3]
-    assert len(lines) == 7
-
-    record = table.record()["precisions"]["bfloat16"]
-    assert record["layers"][1]["noise_floor"] == table.floors[1]._asdict()
-    assert record["patching"]["of"] == 8
 
 
 def test_what_is_unexpected_is_said():

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from longhaul.analysis import statistics
-from longhaul.analysis.activations import SITES, stream
 from longhaul.analysis.statistics import LayerStatistics, Magnitude, Statistics, effective_rank
-from tests.test_analysis_activations import L, T, collected, decoder, documents, rows
 
 EXACT = 1e-6
 
@@ -64,8 +62,16 @@ def numbers(kind: str, n: int = 1000, width: int = 24) -> torch.Tensor:
 # --------------------------------------------------------------------------- formulas
 
 
-@pytest.mark.parametrize("sizes", [[1000], [1, 499, 500], [333, 333, 334], [1] * 1000])
-@pytest.mark.parametrize("kind", ["normal", "far mean", "outlier", "low rank", "drifting"])
+@pytest.mark.parametrize(
+    "kind, sizes",
+    [
+        ("normal", [1000]),
+        ("far mean", [333, 333, 334]),
+        ("outlier", [1, 499, 500]),
+        ("low rank", [1, 499, 500]),
+        ("drifting", [1] * 1000),
+    ],
+)
 def test_streamed_figures_are_those_of_two_passes(kind, sizes):
     x_ND = numbers(kind)
     assert_same(streamed(x_ND, sizes).result(), reference(x_ND))
@@ -83,25 +89,6 @@ def test_tiles_of_one_part_are_merged_like_parts(monkeypatch):
     totals = LayerStatistics(24)
     totals.add(x_ND.view(10, 100, 24))
     assert_same(totals.result(), reference(x_ND))
-
-
-def test_third_moments_are_merged_too():
-    x_ND = numbers("drifting").double() ** 2
-    totals = streamed(x_ND, [100, 250, 650])
-    third = (x_ND - x_ND.mean()).pow(3).sum().item()
-    assert totals.moments[2].item() == pytest.approx(third, rel=EXACT)
-
-
-def test_figures_of_known_distributions():
-    make = torch.Generator().manual_seed(1)
-    x_ND = torch.randn(100_000, 8, generator=make)
-    found = streamed(x_ND, [50_000, 50_000]).result()
-    assert found.kurtosis == pytest.approx(3, abs=0.03)
-    assert found.effective_rank == pytest.approx(8, abs=0.01)
-    assert found.rms == pytest.approx(1, abs=0.01)
-
-    signs = torch.randint(2, (1000, 4), generator=make) * 2.0 - 1
-    assert streamed(signs, [1000]).result().kurtosis == pytest.approx(1, abs=0.01)
 
 
 def test_the_effective_rank_of_equal_eigenvalues_is_their_number():
@@ -177,31 +164,3 @@ def test_a_saved_state_continues_with_the_same_bits(tmp_path):
     continued.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     continued.add(x_ND[300:])
     assert continued.result() == whole.result()
-
-
-def test_a_loaded_state_is_not_changed_by_what_follows():
-    state = streamed(numbers("normal"), [1000]).state_dict()
-    before = {name: torch.as_tensor(x).clone() for name, x in state.items()}
-    continued = LayerStatistics(24)
-    continued.load_state_dict(state)
-    continued.add(numbers("far mean"))
-    assert all(torch.equal(torch.as_tensor(x), before[name]) for name, x in state.items())
-
-
-# --------------------------------------------------------------------------- of a model
-
-
-@pytest.mark.parametrize("attention, chunk", [("standard", 0), ("standard", 16), ("nsa", 0)])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_layers_of_a_model(attention, chunk, packed, dtype):
-    model = decoder(attention, dtype)
-    how = dict(doc_ids=documents() if packed else None, chunk=chunk)
-    totals = {(layer, site): LayerStatistics(32) for layer in range(L) for site in SITES}
-    stream(model, rows(), range(L), SITES, lambda *at: totals[at[:2]].add(at[2]), **how)
-
-    whole = collected(model, rows(), **how)
-    for key, x in whole.items():
-        found = totals[key].result()
-        assert found.tokens == 2 * T
-        assert_same(found, reference(x))

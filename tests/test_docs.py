@@ -5,11 +5,11 @@ tests/test_docs.py` says what was not run, and why.
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import pytest
 
 from tests.test_rooms import copy_room
 from tests.tiers import slow
+from tests.warm_python import warm_python
 
 ROOT = Path(__file__).parent.parent
 MOST_WORDS = {  # as `wc -w` counts them
@@ -38,7 +39,6 @@ MOST_WORDS = {  # as `wc -w` counts them
     "docs/VERIFY.md": 800,
     "docs/VOCAB.md": 1000,
 }
-MOST_IN_ALL = 25_000
 MOST_LINES = 120  # of README.md
 MOST_NOT_RUN = 5
 LISTS = ("docs/LOG.md", "docs/SETTINGS.md")  # the others of docs/ answer a question
@@ -62,10 +62,6 @@ def test_a_page_has_no_more_words_than_it_may(name):
     assert len(text_of(name).split()) <= MOST_WORDS[name]
 
 
-def test_all_pages_together_have_at_most_25000_words():
-    assert sum(len(text_of(name).split()) for name in MOST_WORDS) <= MOST_IN_ALL
-
-
 def test_the_readme_has_at_most_120_lines():
     assert len(text_of("README.md").splitlines()) <= MOST_LINES
 
@@ -75,11 +71,6 @@ def test_a_page_is_one_question_and_ends_with_its_limits(name):
     headings = headings_of(text_of(name))
     assert headings[0].endswith("?")
     assert headings[-1] == "Limits"
-
-
-def test_that_no_gpu_has_run_it_stands_once():
-    pages = "\n".join(text_of(name) for name in MOST_WORDS if name not in LISTS)
-    assert re.findall(r"(?i)\bno gpu has\b|\bon a gpu yet\b", pages) == ["No GPU has"]
 
 
 # ---- links
@@ -159,6 +150,12 @@ ROOMS = {
     "docs/SPARSE.md": ("longhaul/sparse", "base/machine.py", "model.py"),
     "docs/VOCAB.md": ("longhaul/vocab", "base/machine.py"),
 }
+# What the test asks for at a smaller size than the page does.
+SMALLER = {
+    "--model_size 1.7B --context_length 2048": "--model_size tiny --context_length 2048",
+    "--context_length 1024 --max_steps 4": "--context_length 256 --max_steps 4",
+    "--lengths 512,1024": "--lengths 128,256",
+}
 # What README's examples take from the reader.
 READERS_OWN = """
 import torch
@@ -223,7 +220,13 @@ def run_of(name: str) -> list[tuple[str, str]]:
     """(kind, text) of the blocks that run, in order."""
     found = blocks_of(name)
     run = [each for each in found if each.kind in ("bash", "python") and not each.file]
-    return [(each.kind, each.text) for each in run if each.reason is None]
+    return [(each.kind, smaller(each.text)) for each in run if each.reason is None]
+
+
+def smaller(text: str) -> str:
+    for size, less in SMALLER.items():
+        text = text.replace(size, less)
+    return text
 
 
 def not_run() -> list[tuple[str, str]]:
@@ -241,19 +244,29 @@ def product(tmp_path_factory) -> Path:
     return folder
 
 
-def walk(name: str, folder: Path, blocks: list[tuple[str, str]]) -> str:
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> Iterator[dict[str, str]]:
+    with warm_python(tmp_path_factory.mktemp("warm")) as environment:
+        yield environment | {"OMP_NUM_THREADS": "1"}
+
+
+def walk(
+    name: str,
+    folder: Path,
+    blocks: list[tuple[str, str]],
+    environment: dict[str, str],
+) -> str:
     """Run the blocks in the folder, in which the page's files are written first."""
     for block in blocks_of(name):
         if block.file:
             path = folder / block.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text, encoding="utf-8")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         [sys.executable, "-I", "-c", WALK],
         input=json.dumps([name, SHELL, blocks]),
         cwd=folder,
-        env=dict(os.environ, PATH=path, OMP_NUM_THREADS="1"),
+        env=environment,
         capture_output=True,
         text=True,
         timeout=900,
@@ -267,21 +280,21 @@ WITH_BLOCKS = [name for name in MOST_WORDS if (ROOT / name).exists() and run_of(
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in WITH_BLOCKS])
-def test_the_blocks_of_a_page_run_from_top_to_bottom(name, product, tmp_path):
+def test_the_blocks_of_a_page_run_from_top_to_bottom(name, product, environment, tmp_path):
     blocks = run_of(name)
     room = ROOMS.get(name)
     if room:
         alone = [block for block in blocks if block[0] == "python"]
         assert alone
         copy_room(tmp_path / "room", *room)
-        walk(name, tmp_path / "room", alone)
+        walk(name, tmp_path / "room", alone, environment)
         blocks = [block for block in blocks if block[0] != "python"]
     if name == "README.md":
         blocks = [("python", READERS_OWN), *blocks]
 
     if blocks:
         clone = shutil.copytree(product, tmp_path / "clone")
-        said = walk(name, clone, blocks)
+        said = walk(name, clone, blocks, environment)
         shell = "\n".join(text for kind, text in blocks if kind == "bash").replace("\\\n", " ")
         plans = re.findall(r"^.*\btrain\.py\b.* --plan\b", shell, re.M)
         assert said.count("plan (computed)") >= len(plans)

@@ -1,24 +1,18 @@
-"""Context gain: of planted scorers whose gain is known, of models that cannot see far, by ranks."""
+"""Context gain: of planted scorers whose gain is known, and of a model's single windows."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
-from longhaul import dist, kernels, step
-from longhaul.config import TrainConfig
+from longhaul import kernels
 from longhaul.evals import gain
-from longhaul.evals.copies import far_copies
 from longhaul.evals.gain import Window
 from longhaul.evals.score import Item, ModelScorer, Scores
-from longhaul.kernels import sdpa
-from model import IGNORE, Attention
-from tests.ranks import run_ranks
+from model import IGNORE, ModelConfig
 
 WINDOW = Window(short=32, stride=8, ngram=4)
 V = 50
@@ -114,28 +108,6 @@ def test_each_position_from_the_short_context_on_is_counted_once(T, short, strid
     assert found.all.short_D[0] == sum(seen)
 
 
-def test_windows_begin_at_position_zero_and_ask_only_their_last_tokens():
-    scorer = Count()
-    chosen = gain.sample(random_documents(62), 100, WINDOW, rows=1)
-    gain.measure(scorer, chosen)
-    ids = torch.from_numpy(chosen.pieces[0].ids)
-
-    whole, *windows = scorer.items
-    assert whole.tokens_BT.shape == (1, 61)
-    assert (whole.labels_BT[0] != IGNORE).nonzero()[:, 0].tolist() == list(range(32, 61))
-
-    rows = torch.cat([item.tokens_BT for item in windows])
-    labels = torch.cat([item.labels_BT for item in windows])
-    assert all(item.positions is None and item.doc_ids is None for item in windows)
-    assert len(rows) == 4  # 29 positions in steps of 8
-    for row, start in enumerate((8, 16, 24)):
-        assert torch.equal(rows[row], ids[start : start + 32])
-        assert torch.equal(labels[row, -8:], ids[start + 25 : start + 33])
-    assert torch.equal(rows[3, :29], ids[32:61])
-    assert torch.equal(labels[3, 24:29], ids[57:62])
-    assert (labels[:, :24] == IGNORE).all() and (labels[3, 29:] == IGNORE).all()
-
-
 def test_windows_of_all_documents_share_batches_no_larger_than_a_row():
     scorer = Uniform()
     gain.measure(scorer, gain.sample(random_documents(101, 97, 85), 100, WINDOW, rows=3))
@@ -170,13 +142,6 @@ def test_the_seed_decides_between_equal_lengths_only():
     assert chosen[0] == chosen[1] != chosen[2]
     longest = gain.sample(random_documents(*[60] * 9, 70), 100, WINDOW, 1, seed=3)
     assert longest.pieces[0].document == 9
-
-
-def test_far_copies_of_the_sample_are_those_of_its_rows():
-    chosen = gain.sample(copying_documents(), 199, WINDOW, rows=3)
-    for piece in chosen.pieces:
-        assert np.array_equal(piece.far_copies, far_copies(piece.ids, 32, 4))
-        assert piece.far_copies.sum() == 96
 
 
 def test_tokens_that_are_not_learned_are_neither_asked_nor_counted():
@@ -280,58 +245,29 @@ def test_the_record_has_items_and_intervals_and_is_json():
     assert found.scalars() == {"gain/all": found.all.gain, "gain/far_copies": found.far_copies.gain}
 
 
-def test_the_line_says_what_was_compared_and_on_which_tokens():
-    split = Documents([*copying_documents().ids, np.arange(40)])
-    found = gain.measure(CopyHead(), gain.sample(split, 199, WINDOW, 9))
-    assert found.line() == (
-        "context gain       32 -> 199: 5.1679 +- 0.0000 nats/token "
-        "(3 documents, 1 other is too short); far copies (57.5% of tokens) 8.9900 +- 0.0000"
-        "; it reads more than 32 tokens back: yes"
-    )
-    split = Documents([*split.ids, np.arange(40)])
-    found = gain.measure(CopyHead(), gain.sample(split, 199, WINDOW, 9))
-    assert "(3 documents, 2 others are too short); far copies" in found.line()
+SHORT = random_documents(1, 40, 12)
+UNLEARNED = Documents([np.arange(200)] * 3, masked=1)
+COPYING = Documents([*copying_documents().ids, np.arange(40)])
 
 
-def test_a_model_that_reads_no_further_is_not_said_to():
-    found = gain.measure(Uniform(), gain.sample(copying_documents(), 199, WINDOW, 9))
-    assert found.line().endswith("it reads more than 32 tokens back: not shown")
-
-
-def test_one_document_has_a_gain_without_an_interval():
-    found = gain.measure(CopyHead(), gain.sample(copying_documents(), 199, WINDOW, 1))
-    assert "5.1679 nats/token (1 document, which has no interval)" in found.line()
-    assert found.record()["all"]["interval"] is None
-
-
-def test_documents_that_are_all_too_short_are_said_to_be():
-    found = gain.measure(Uniform(), gain.sample(random_documents(1, 40, 12), 100, WINDOW, 3))
-    assert found.line() == (
-        "context gain       not measured: no document of 3 has more than 40 tokens"
-    )
-    assert found.scalars() == {}
-    record = json.loads(json.dumps(found.record(), allow_nan=False))
-    assert record["documents_too_short"] == 3 and record["all"]["gain"] is None
-
-
-def test_rows_of_which_no_token_is_learned_have_no_gain():
-    documents = Documents([np.arange(200)] * 3, masked=1)
-    found = gain.measure(Uniform(), gain.sample(documents, 100, WINDOW, 3))
-    assert found.line() == "context gain       not measured: no token of these rows is learned"
-    assert found.scalars() == {}
-
-
-def test_a_document_without_far_copies_has_none():
-    found = gain.measure(Uniform(), gain.sample(random_documents(90), 100, WINDOW, 3))
-    assert "far copies (0.0% of tokens) none" in found.line()
-    assert found.scalars() == {"gain/all": 0}
-
-
-@pytest.mark.parametrize("ids", [[0] * 90, [0, 1] * 45], ids=["one token", "two in turn"])
-def test_documents_that_repeat_themselves_have_near_copies_only(ids):
-    found = gain.measure(CopyHead(), gain.sample(Documents([ids, ids]), 100, WINDOW, 3))
-    assert found.far_copies.tokens == 0
-    assert found.all.gain == 0
+@pytest.mark.parametrize(
+    "scorer, split, rows, said",
+    [
+        (CopyHead(), COPYING, 9, "32 -> 199: 5.1679 +- 0.0000 nats/token (3 documents, 1 other "),
+        (CopyHead(), COPYING, 9, "(57.5% of tokens) 8.9900 +- 0.0000; it reads more than 32 "),
+        (CopyHead(), COPYING, 1, "5.1679 nats/token (1 document, which has no interval, "),
+        (Uniform(), COPYING, 9, "it reads more than 32 tokens back: not shown"),
+        (Uniform(), random_documents(90), 3, "far copies (0.0% of tokens) none"),
+        (Uniform(), SHORT, 3, "not measured: no document of 3 has more than 40 tokens"),
+        (Uniform(), UNLEARNED, 3, "not measured: no token of these rows is learned"),
+    ],
+)
+def test_the_line_says_what_was_compared_or_why_nothing_was(scorer, split, rows, said):
+    found = gain.measure(scorer, gain.sample(split, 199, WINDOW, rows))
+    assert said in found.line()
+    json.dumps(found.record(), allow_nan=False)
+    assert ("gain/all" in found.scalars()) == ("not measured" not in said)
+    assert ("gain/far_copies" in found.scalars()) == (split is COPYING)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -393,67 +329,9 @@ def test_the_default_window_follows_the_context():
 # --------------------------------------------------------------------------- a real model
 
 
-@dataclass(frozen=True)
-class Nearby:
-    """Settings of attention to the last `window` keys, the query's own included."""
-
-    name = "nearby"
-    window: int
-
-    def layer(self, config, ops):
-        return NearbyAttention(config, ops)
-
-
-class NearbyAttention(Attention):
-    def __init__(self, config, ops):
-        super().__init__(config, ops)
-        self.window = config.attention.window
-
-    def attend_document(self, q_BTHK, k_BSGK, v_BSGK):
-        T, S = q_BTHK.shape[1], k_BSGK.shape[1]
-        age_TS = torch.arange(S - T, S)[:, None] - torch.arange(S)
-        visible_TS = (age_TS >= 0) & (age_TS < self.window)
-        return sdpa(q_BTHK, k_BSGK, v_BSGK, causal=False, mask_TS=visible_TS)
-
-
-MODEL = dict(
-    model_size="tiny",
-    vocab_size=V,
-    context_length=96,
-    dtype="fp32",
-    device="cpu",
-    model_overrides=("num_layers=2", "hidden_size=64", "ffn_size=96", "num_kv_heads=4"),
-)
-
-
-def built(changes: dict | None = None, world=step.ONE_PROCESS):
-    cfg = TrainConfig(**MODEL | (changes or {}))
-    mesh = dist.data_mesh(world, torch.device("cpu"), 1)
-    return step.build(cfg, cfg.model(), "cpu", world, mesh)
-
-
-def many_documents() -> Documents:
-    return random_documents(*range(97, 73, -2))
-
-
-def of_window(window: int) -> ModelScorer:
-    """The losses of the model whose queries read so many keys in each layer."""
-    config = dataclasses.replace(TrainConfig(**MODEL).model(), attention=Nearby(window))
-    return ModelScorer(kernels.decoder(config), "cpu")
-
-
-def test_a_model_that_cannot_see_past_the_short_context_gains_nothing():
-    chosen = gain.sample(many_documents(), 96, WINDOW, rows=12)
-
-    # two layers of 13 keys read 25 tokens, as many as every counted position of a window has seen
-    found = gain.measure(of_window(13), chosen)
-    assert abs(found.all.gain_D).max() < 1e-6
-    # one key more a layer, and the first counted positions miss something
-    assert abs(gain.measure(of_window(14), chosen).all.gain_D).max() > 1e-5
-
-
 def test_the_losses_of_both_sides_are_those_of_single_windows():
-    decoder = built().model
+    sizes = dict(vocab_size=V, num_layers=2, hidden_size=64, ffn_size=96)
+    decoder = kernels.decoder(ModelConfig.preset("tiny", **sizes))
     scorer = ModelScorer(decoder, "cpu")
     chosen = gain.sample(random_documents(91, 60), 96, WINDOW, rows=2)
     found = gain.measure(scorer, chosen)
@@ -472,45 +350,3 @@ def test_the_losses_of_both_sides_are_those_of_single_windows():
 @torch.no_grad()
 def nats(decoder, seen: torch.Tensor, label: torch.Tensor) -> float:
     return -float(decoder(seen[None])[0, -1].double().log_softmax(-1)[label])
-
-
-# --------------------------------------------------------------------------- ranks
-
-
-SETTINGS = [
-    {},
-    dict(context_parallel_size=2, context_parallel_mode="ulysses"),
-    dict(context_parallel_size=2, context_parallel_mode="gather_kv"),
-]
-
-
-def figures(world: dist.World, changes: dict) -> tuple:
-    """Everything that a rank knows at the end; other seeds on every rank must not matter."""
-    np.random.seed(world.rank)
-    torch.manual_seed(world.rank)
-    state = built(changes, world)
-    chosen = gain.sample(many_documents(), 96, WINDOW, rows=5)
-    scorer = ModelScorer(state.model, "cpu")
-    found = gain.measure(
-        scorer, chosen, key_tokens=True, world=world, ranks_per_row=state.cfg.context_ranks
-    )
-    far = [piece.far_copies.tolist() for piece in chosen.pieces]
-    copying = gain.sample(copying_documents(), 199, WINDOW, rows=3)
-    planted = gain.measure(CopyHead(), copying, world=world)
-    return found.record(), found.per_document(), far, planted.record()
-
-
-def figures_of_all(world: dist.World, settings: list[dict]) -> list:
-    return [figures(world, changes) for changes in settings]
-
-
-@pytest.mark.slow
-def test_two_ranks_have_the_figures_of_one_also_when_they_share_rows():
-    record, per_document, far, planted = figures(step.ONE_PROCESS, {})
-    for of_rank in run_ranks(figures_of_all, 2, SETTINGS):
-        for its_record, its_documents, its_far, its_planted in of_rank:
-            assert (its_far, its_planted) == (far, planted)
-            for name, figure in record["all"].items():
-                assert its_record["all"][name] == pytest.approx(figure, abs=1e-6), name
-            gains = its_documents["all"]["gain"]
-            assert gains == pytest.approx(per_document["all"]["gain"], abs=1e-6)

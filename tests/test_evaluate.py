@@ -5,7 +5,6 @@ import dataclasses
 import io
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +15,6 @@ import torch
 
 import train
 from data import prepare
-from longhaul.checkpoint.format import checksum
-from longhaul.evals.compare import Comparison
-from longhaul.evals.measures import Asked, Report
-from longhaul.evals.position import Losses, bucket_edges
 from scripts import convert_qwen3, evaluate
 
 CPU = torch.device("cpu")
@@ -112,18 +107,6 @@ def test_json_has_the_figures_of_the_table_and_those_of_documents(compared):
     weighted = np.dot(documents["loss"], documents["tokens"]) / sum(documents["tokens"])
     assert weighted == pytest.approx(losses["loss"], rel=1e-9)
     assert {one["task"] for one in record["retrieval"]["scores"]} == {"single", "copy"}
-
-
-def test_long_lines_are_folded_below_the_figures():
-    cells = " | ".join(f"{n}: 6.240 +- 0.042 (4)" for n in range(9))
-    first, *others = evaluate.fold(f"by position        {cells}")
-    assert len(others) == 2 and max(map(len, [first, *others])) <= 100
-    assert all(part.startswith(" " * evaluate.INDENT) for part in others)
-    words = [first, *(part.strip() for part in others)]
-    assert " ".join(words) == f"by position        {cells}"
-
-
-def test_the_heatmap_is_a_png(compared):
     assert (compared / "heatmap.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -194,19 +177,6 @@ def test_fp32_is_computed_for_a_run_that_kept_no_fp32_weights(folder, monkeypatc
     assert next(opened.load(CPU).parameters()).dtype == torch.float32
     kept = evaluate.Opened.of(f"{folder}/a", "", CPU)
     assert next(kept.load(CPU).parameters()).dtype == torch.bfloat16
-
-
-def test_a_checkpoint_of_a_policy_is_evaluated_as_one_of_train_py(folder, tmp_path, capsys):
-    words = "--device cpu --batches 2 --evals loss"
-    plain = without_costs(printed(capsys, f"--checkpoint {folder}/a {words}"))
-
-    shutil.copytree(folder / "a", tmp_path / "policy")
-    (path,) = (tmp_path / "policy").glob("step-*/manifest.json")
-    manifest = json.loads(path.read_text())
-    manifest["config"] |= {"kl_coef": 0.01, "reward": "self_certainty", "group_size": 4}
-    path.write_text(json.dumps(manifest | {"checksum": checksum(manifest)}))
-    found = without_costs(printed(capsys, f"--checkpoint {tmp_path}/policy {words}"))
-    assert found[1:] == plain[1:]
 
 
 def test_a_run_with_triton_kernels_is_evaluated_on_a_cpu(folder, monkeypatch):
@@ -303,38 +273,3 @@ def test_a_peak_that_may_be_of_the_first_model_is_not_printed(folder, capsys):
     first, second = (line for line in lines if line.startswith("memory"))
     assert re.search(r"\d GiB peak of resident memory, planned", first)
     assert "unknown peak of resident memory, planned" in second
-
-
-def losses(noise_D: np.ndarray, offset: float) -> Losses:
-    """Two tokens of each document at position 0, at a loss that the document decides."""
-    edges = bucket_edges(16)
-    counts = np.full((len(noise_D), 1), 2)
-    sums = 2 * (noise_D[:, None] + offset)
-    return Losses(edges, np.arange(len(noise_D)), sums, counts, {}, 1.0, 5.0)
-
-
-def test_pairs_cancel_what_makes_a_document_hard_for_both_models():
-    random = np.random.default_rng(0)
-    hard_D = random.normal(3, 1, size=60)
-    models = (hard_D, hard_D + random.normal(0, 0.01, size=60) - 0.02)
-    reports = [Report(Asked(16), {"loss": {"x": losses(m, 0)}}, {}, 0.0) for m in models]
-    difference = Comparison(*reports).differences[0]
-    assert difference.difference == pytest.approx(0.02, abs=0.005)
-    assert difference.interval.low < difference.difference < difference.interval.high
-    assert difference.excludes_zero
-    alone = reports[0].losses["x"].interval
-    assert alone.high - alone.low > 20 * (difference.interval.high - difference.interval.low)
-
-
-# --------------------------------------------------------------------------- progress
-
-
-def test_progress_adds_up_to_what_was_counted_before(folder):
-    config = evaluate.Opened.of(f"{folder}/a", "", CPU).config
-    item = evaluate.Item(torch.zeros(1, 64, dtype=torch.long), torch.zeros(1, 64, dtype=torch.long))
-    total = evaluate.Watched(config)
-    with evaluate.bar("evaluating", 1.0) as progress:
-        watched = evaluate.Watched(config, total, progress)
-        for _ in range(4):
-            watched.score(item)
-        assert progress.n == total.operations > 0

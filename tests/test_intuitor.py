@@ -281,11 +281,6 @@ def test_each_warning_is_said_once(wrong, words):
     assert re.search(words, said[0])
 
 
-def test_the_vocabulary_that_certainty_counts_is_printed():
-    assert "all 15 ids" in intuitor.vocabulary_choice(15, 15)
-    assert "271 are padding" in intuitor.vocabulary_choice(151_936, 151_665)
-
-
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -300,15 +295,3 @@ def test_settings_that_do_not_fit_are_refused(changes, words):
     given = dict(settings=Settings(20), sampling=SAMPLING, loss=LOSS, reference=None) | changes
     with pytest.raises(ValueError, match=words):
         intuitor.check(**given)
-
-
-def test_a_prompt_without_room_for_its_response_is_refused():
-    found, _ = made()
-    long = prompts()[0]._replace(tokens=np.zeros(11, dtype=np.int64))
-    with pytest.raises(ValueError, match="21 tokens, more than the context of 20: give a larger"):
-        found.batch(0, [long])
-
-
-def test_an_unknown_reward_is_refused():
-    with pytest.raises(ValueError, match="reward='joy' is unknown: choose one of self_certainty"):
-        Settings(20, reward="joy")

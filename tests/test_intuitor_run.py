@@ -1,14 +1,8 @@
 """scripts.intuitor as a user runs it: figures, resume, ranks, validation, refusals."""
 
-import functools
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +10,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
-from data import recall, sums
+from data import sums
 from data.writer import TokenizedDocument, write_dataset
-from longhaul import cli, qwen3
-from longhaul.checkpoint import load
+from longhaul import cli
 from longhaul.checkpoint.format import checksum
-from longhaul.exits import NUMERICS
 from longhaul.posttrain import demo
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from scripts import evaluate, intuitor
@@ -30,7 +22,6 @@ from tests.policy_runs import records, same_bits
 from tests.ranks import run_program
 from tests.tiers import slow
 
-ROOT = Path(__file__).parent.parent
 MODEL = (
     "--model_size tiny --vocab_size 15 --context_length 16 --rope_theta 1e4 --dtype fp32 "
     "--device cpu --model_overrides hidden_size=32 num_layers=2 num_heads=2 num_kv_heads=2 "
@@ -70,14 +61,6 @@ def whole(folder) -> Path:
     """A run of 4 steps that nothing disturbed, validated twice."""
     out = folder / "whole"
     run(folder, out, f"{VALIDATED} --save_every 2")
-    return out
-
-
-@functools.cache
-def on_ranks(folder: Path, ranks: int) -> Path:
-    """The same run on so many ranks, which is made once."""
-    out = folder / f"whole-{ranks}"
-    run_program(intuitor.main, ranks, words(folder, out, f"{VALIDATED} --batch_size 1"))
     return out
 
 
@@ -137,43 +120,9 @@ def test_the_kl_is_logged_as_long_as_a_reference_is_held(folder, tmp_path, capsy
 
 
 @pytest.mark.slow
-def test_a_run_that_is_extended_has_the_bits_of_a_whole_one(folder, whole, tmp_path):
-    run(folder, tmp_path, "--max_steps 2")
-    run(folder, tmp_path, "--max_steps 4")
-    assert same_bits(tmp_path, whole)
-
-
-def start(args: list[str], launcher=(sys.executable,)) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [*launcher, "-m", "scripts.intuitor", *args],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-@pytest.mark.slow
-def test_a_killed_run_ends_with_the_same_bits(folder, whole, tmp_path):
-    out = tmp_path / "killed"
-    process = start(words(folder, out, "--max_steps 4 --save_every 1"))
-    deadline = time.monotonic() + 300
-    while not (out / "step-00000002").exists() and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-    run(folder, out, "--max_steps 4 --save_every 1")
-    assert same_bits(out, whole)
-
-
-@pytest.mark.slow
 def test_ranks_sample_the_same_responses_and_learn_the_same(folder, whole):
-    out = on_ranks(folder, 2)
+    out = folder / "of-ranks"
+    run_program(intuitor.main, 2, words(folder, out, f"{VALIDATED} --batch_size 1"))
     one = [record for record in records(whole) if "loss" in record]
     many = [record for record in records(out) if "loss" in record]
     for name in ("accuracy", "response_tokens", "truncated", "tokens"):
@@ -190,9 +139,12 @@ def test_ranks_sample_the_same_responses_and_learn_the_same(folder, whole):
 
 
 @pytest.mark.slow
-def test_the_reference_stays_what_it_was_when_the_run_it_came_from_goes_on(
+def test_an_extended_run_has_the_bits_and_the_reference_of_a_whole_one(
     folder, whole, tmp_path, capsys
 ):
+    """Also if the run that the reference came from has gone on; a reference that is another, or
+    gone, is refused.
+    """
     base = tmp_path / "base"
     shutil.copytree(folder / "base", base)
     flags = f"--checkpoint {base}"
@@ -219,14 +171,6 @@ def test_the_reference_stays_what_it_was_when_the_run_it_came_from_goes_on(
 # ---- what is refused
 
 
-@pytest.fixture(scope="module")
-def without_validation(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("data") / "recall"
-    flags = ["--lengths", "16:2", "--tokens", "2000", "--val_fraction", "0"]
-    assert recall.main(["--output", str(out), *flags]) == 0
-    return out
-
-
 @pytest.mark.parametrize(
     "flags, said",
     [
@@ -234,14 +178,11 @@ def without_validation(tmp_path_factory) -> Path:
         slow("--max_response_length 13", "prompt of 6 tokens, and the context leaves 3"),
         ("--group_size 1", "--group_size 1 is out of range: give a number of at least 2"),
         ("--temperature 0", "--temperature 0 is out of range: give 1e-06 to 1000"),
-        ("--temperature inf", "--temperature inf is out of range"),
         ("--temperature nan", "--temperature nan is out of range"),
         ("--clip 0", "--clip_ratio 0 is out of range: give a number above 0 and below 1"),
-        ("--clip nan", "--clip_ratio nan is out of range"),
         ("--reward applause", "--reward 'applause' is unknown"),
         ("--length_schedule 8:1,16:1", "unknown flag --length_schedule"),
         ("--attention_type nsa", "--attention_type nsa cannot share a prompt"),
-        ("--kl_coef -1", "--kl_coef -1.0 is out of range"),
         slow("--global_batch_size 100000", "fewer than the 100,000 of one step"),
         ("--checkpoint {}/nothing", "nothing"),
         ("--vocab_size 16", "--vocab_size 16"),
@@ -273,18 +214,6 @@ def test_clip_is_the_policys():
     assert (clipped.policy_loss().clip, clipped.grad_clip) == (0.3, 2)
     with pytest.raises(ValueError, match="--clip"):
         cli.parse(GradeConfig, ["--clip", "0.3"])
-
-
-@pytest.mark.slow
-def test_a_policy_that_has_diverged_ends_in_one_line(folder, tmp_path, capsys):
-    policy = load.load_model(load.verified(folder / "base" / "step-00000012"), dtype="float32")
-    policy.norm.weight.data.fill_(3e38)
-    qwen3.to_hf(policy, tmp_path / "diverged")
-    with pytest.raises(SystemExit) as stop:
-        run(folder, tmp_path / "run", f"--checkpoint {tmp_path}/diverged")
-    assert stop.value.code == NUMERICS
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "step 1: the logits of token 0 of response 0 to prompt" in line
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from model import Decoder, ModelConfig, Standard
 FORMAT = "longhaul-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+REQUIRED = ("step", "tokens", "data", "world_size", "config", "model_config", "files")
 
 FILE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
@@ -222,6 +223,9 @@ def checked(manifest: object, folder: Path) -> Checkpoint:
             f"{folder} has version {manifest.get('version')}, and this longhaul reads version "
             f"{VERSION}: update longhaul"
         )
+    missing = sorted(set(REQUIRED) - manifest.keys())
+    if missing or not manifest["files"]:
+        raise CheckpointError(f"{path} lacks {missing or 'files'}: use another checkpoint")
     with checkpoint_errors(folder):
         return _described(manifest, folder)
 

@@ -113,7 +113,7 @@ def _of_checkpoint(folder: Path) -> Start:
     if config.rope_scaling == "none":
         context = trained_context(checkpoint)
         config = dataclasses.replace(config, rope_original_context=context)
-    return Start(checkpoint.folder, config, checkpoint.config["context_length"], checkpoint)
+    return Start(checkpoint.folder, config, _row(checkpoint), checkpoint)
 
 
 def trained_context(checkpoint: Checkpoint) -> int:
@@ -121,9 +121,20 @@ def trained_context(checkpoint: Checkpoint) -> int:
     of the model that it started from, whichever is longer.
     """
     if not checkpoint.config.get("init_from"):
-        return checkpoint.config["context_length"]
+        return _row(checkpoint)
     config = format.model_config(checkpoint)
-    return max(checkpoint.config["context_length"], config.rope_reach)
+    return max(_row(checkpoint), config.rope_reach)
+
+
+def _row(checkpoint: Checkpoint) -> int:
+    """The run's --context_length; CheckpointError if the manifest has none."""
+    length = checkpoint.config.get("context_length")
+    if type(length) is not int or length < 1:
+        raise format.CheckpointError(
+            f"{checkpoint.folder}: the manifest's context_length is {str(length)[:80]}: "
+            "use another checkpoint"
+        )
+    return length
 
 
 # ---- the settings that follow

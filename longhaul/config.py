@@ -577,14 +577,15 @@ class TrainConfig:
         """Rows of an optimizer step over all ranks."""
         return self.accumulation(ranks) * (ranks // self.context_ranks) * self.batch_size
 
-    def table(self) -> str:
-        """The settings that differ from their defaults, one line per group."""
+    def table(self, every: bool = True) -> str:
+        """Every setting, or those that differ from their defaults, one line per group."""
         changed = self.changed_settings()
         groups: dict[str, list[str]] = {}
         for spec in dataclasses.fields(self):
-            if spec.name in changed:
-                settings = groups.setdefault(spec.metadata["group"], [])
-                settings.append(f"{spec.name}={getattr(self, spec.name)!r}")
+            if not every and spec.name not in changed:
+                continue
+            settings = groups.setdefault(spec.metadata["group"], [])
+            settings.append(f"{spec.name}={getattr(self, spec.name)!r}")
         return "\n".join(f"  {title}: {', '.join(words)}" for title, words in groups.items())
 
 

@@ -173,6 +173,7 @@ class Logger:
         first_step: int,
         last_step: int,
         active: bool,
+        config_text: str = "",
     ):
         self.active = active
         self.warned = False
@@ -187,6 +188,7 @@ class Logger:
         for path in (self.metrics, self.evaluations):
             self._attempt(truncate_log, path, first_step)
         self.board = self._attempt(_open_board, folder, first_step)
+        self.text(first_step, "config", config_text)
 
     def step(self, record: dict):
         """Write one step's record: a line of metrics.jsonl, the scalars, progress on screen."""

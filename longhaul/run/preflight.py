@@ -379,7 +379,7 @@ def announce(ready: Ready):
     """Print the settings, what has changed since the checkpoint, the loss that runs, the data."""
     cfg = ready.cfg
     print("settings that differ from the defaults (run.json in the output folder has all):")
-    print(cfg.table() or "  none")
+    print(cfg.table(every=False) or "  none")
     print(f"command: {ready.command()}")
     if ready.checkpoint is not None:
         for line in resume.changes(ready.checkpoint, ready.stages_left[0].cfg):

@@ -245,6 +245,7 @@ class Run:
             first_step=self.state.step,
             last_step=self.cfg.max_steps,
             active=self.world.rank == 0,
+            config_text=self.cfg.table(),
         )
         self.saver = Saver(
             ready.folder,
@@ -256,6 +257,9 @@ class Run:
         )
         self.rescue = Rescue(self.guard, self.saver, self.state.model, self.log.flush)
         self.state.listeners.append(self._before_change)
+        if ready.checkpoint is not None:
+            changes = resume.changes(ready.checkpoint, self.cfg)
+            self.log.text(self.state.step, "changes", "\n".join(changes))
         self.source.open(self.log)
 
     def _loop(self):

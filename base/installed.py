@@ -74,6 +74,7 @@ def let_threads_sleep():
 def answer_interrupts():
     """End the program with one line and exit code 130 if nothing else catches Ctrl-C."""
     tell_error = sys.excepthook
+    tell_ignored = sys.unraisablehook
 
     def tell(kind, error, traceback):
         if not issubclass(kind, KeyboardInterrupt):
@@ -81,7 +82,16 @@ def answer_interrupts():
         sys.stderr.write(INTERRUPTED)
         sys.exit(130)
 
+    def tell_unraisable(ignored):
+        if not issubclass(ignored.exc_type, KeyboardInterrupt):
+            return tell_ignored(ignored)
+        # it came in a destructor or a callback, and Python would go on as if nothing had come
+        sys.stderr.write(INTERRUPTED)
+        sys.stderr.flush()
+        os._exit(130)
+
     sys.excepthook = tell
+    sys.unraisablehook = tell_unraisable
 
 
 require()

@@ -74,6 +74,12 @@ class Unknown(torch.SymFloat):
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _computed
     __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __round__ = _computed
 
+    def __divmod__(self, other: object) -> tuple["Unknown", "Unknown"]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: object) -> tuple["Unknown", "Unknown"]:
+        return other // self, other % self
+
     def __deepcopy__(self, memo: dict) -> "Unknown":
         return Unknown(self.origin, self.reads)
 

@@ -240,17 +240,6 @@ def test_validation_documents_that_cannot_be_are_found_at_open(dataset, first):
         Dataset(dataset.path)
 
 
-def test_an_empty_shard_and_no_shard_are_refused_at_open(dataset):
-    def add_empty(content):
-        empty = dict(bin="shard-99999.bin", idx="shard-99999.idx", bytes=0, tokens=0, documents=0)
-        content["shards"].append(content["shards"][0] | empty)
-
-    for change in (add_empty, lambda content: content.update(shards=[])):
-        rewrite_manifest(dataset.path, change)
-        with pytest.raises(ValueError, match="describes an empty dataset or shard"):
-            Dataset(dataset.path)
-
-
 def test_a_missing_manifest_names_the_command_that_makes_one(tmp_path):
     with pytest.raises(ValueError, match="holds no dataset.*python -m data.prepare"):
         Dataset(tmp_path)

@@ -55,7 +55,7 @@ def test_a_labels_logit_that_is_rounded_to_bf16_is_found(monkeypatch, capsys):
 
     def rounded(hidden_nD, *args):
         logits_n = exact(hidden_nD, *args)
-        return logits_n.to(hidden_nD.dtype).to(logits_n.dtype)
+        return logits_n.bfloat16().to(logits_n.dtype)
 
     for module in (vocab_loss, statistics):
         monkeypatch.setattr(module, "target_logits", rounded)

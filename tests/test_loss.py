@@ -418,7 +418,7 @@ def test_a_tied_weight_accumulates_both_gradients(loss):
 
 
 @pytest.mark.parametrize(
-    "reduction, options", zip(("mean", "sum", "none", "mean", "none"), OPTIONS), ids=str
+    "reduction, options", [*zip(("mean", "sum", "none", "mean", "none"), OPTIONS)], ids=str
 )
 def test_gradcheck_passes_in_float64(options, reduction):
     h, w, y = inputs(5, 4, 7, torch.float64)

@@ -161,7 +161,7 @@ def test_fp32_is_within_rounding_of_the_truth():
     )
 
 
-@pytest.mark.parametrize("seed, loss", enumerate(["standard", "chunked", "one_pass"]))
+@pytest.mark.parametrize("seed, loss", [(0, "standard"), (1, "chunked"), (2, "one_pass")])
 @MAKES
 def test_bf16_errs_no_more_than_a_plain_bf16_path(loss, seed, make):
     decoder = build(seed, "bfloat16", make, loss=loss, hidden_size=64, head_dim=16, ffn_size=96)

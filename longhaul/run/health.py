@@ -63,11 +63,15 @@ class Spikes:
 
 
 def recent_losses(log: Path, step: int) -> list[float]:
-    """The losses of metrics.jsonl up to `step`, for a resumed run's window."""
+    """The last losses of metrics.jsonl up to `step`, for a resumed run's window."""
     if not log.exists():
         return []
-    # the last line is cut where a run was killed
-    whole = [line for line in log.read_text().splitlines() if line.endswith("}")]
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - 1024 * WINDOW))
+        lines = file.read().splitlines()
+
+    # the first line is cut where reading began, and the last one where a run was killed
+    whole = [line for line in lines if line.startswith(b"{") and line.endswith(b"}")]
     records = [json.loads(line) for line in whole]
     return [
         record["loss"]

@@ -111,6 +111,14 @@ class Split:
         """The ids of a document that are targets of the loss."""
         return self._storage.targets(self._stored(document, 0, self.lengths[document]))
 
+    def begins_learned(self) -> np.ndarray:
+        """Whether the first token of each document is a target of the loss, bool [documents]."""
+        first = np.empty(self.num_documents, self._storage.dtype)
+        for shard, stored in enumerate(self._maps):
+            inside = self._shards == shard
+            first[inside] = stored[self._begins[inside]]
+        return self._storage.learned(first)
+
     def _stored(self, document: int, start: int, length: int) -> np.ndarray:
         length = min(length, self.lengths[document] - start)
         begin = self._begins[document] + start

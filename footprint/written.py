@@ -160,6 +160,7 @@ class Meter:
         self.tracker = tracker
         self.cublas = cublas_size(card.cc)
         self.total = int(card.gib * GIB)
+        self.since = 0  # the time from which peaks count
 
     def workspaces(self) -> int:
         tracker = self.tracker
@@ -169,7 +170,14 @@ class Meter:
         return sum(self.tracker.held.values()) + self.workspaces()
 
     def peak(self, *_, **__) -> int:
-        return self.tracker.trace.peak()[0] + self.workspaces()
+        if self.since > self.tracker.time:  # another record has begun
+            self.since = 0
+        levels = self.tracker.trace.levels()
+        sizes = [size for time, size in levels if time > self.since]
+        return max(sizes) + self.workspaces() if sizes else self.allocated()
+
+    def reset(self, *_, **__) -> None:
+        self.since = self.tracker.time
 
     def free(self, *_, **__) -> tuple[int, int]:
         return self.total - self.allocated(), self.total
@@ -206,7 +214,6 @@ DOES_NOTHING = (
     "init",
     "manual_seed",
     "manual_seed_all",
-    "reset_peak_memory_stats",
     "seed",
     "seed_all",
     "set_device",
@@ -244,6 +251,7 @@ def _answers(owner: types.ModuleType, tracker: StepTracker, ranks: int, card: Ca
         "memory_reserved": meter.allocated,
         "max_memory_allocated": meter.peak,
         "max_memory_reserved": meter.peak,
+        "reset_peak_memory_stats": meter.reset,
         "mem_get_info": meter.free,
         "memory_stats": meter.stats,
     }

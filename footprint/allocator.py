@@ -145,6 +145,11 @@ class Allocator:
     """
 
     def __init__(self, expandable: bool = False, capacity: int = 0):
+        if expandable and capacity:
+            raise ValueError(
+                "capacity with expandable segments is not modelled: "
+                "compare the replay's peak_reserved with the card"
+            )
         kind = ExpandablePool if expandable else Pool
         self.pools = (kind(small=True), kind(small=False))
         self.capacity = capacity

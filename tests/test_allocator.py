@@ -207,6 +207,8 @@ def test_under_a_limit_free_segments_are_given_back_before_memory_runs_out():
     split = trace_of((0, 30 * MIB), (0, -30 * MIB), (2, 2 * MIB), (1, 40 * MIB))
     with pytest.raises(OutOfMemory):  # the segment of 30 MiB is held by 2
         replay(split, capacity=69 * MIB)
+    with pytest.raises(ValueError, match="not modelled"):
+        replay(trace, expandable=True, capacity=GIB)
 
 
 def test_the_waterfall_adds_up_from_live_to_device():

@@ -256,7 +256,10 @@ def installed_card(device: torch.device) -> Card | None:
         return None
     called = torch.cuda.get_device_name(device)
     found = [name for name in CARDS if re.search(rf"\bG?{SIZE.sub('', name)}\b{NO_OTHER}", called)]
-    return card(max(found, key=len)) if found else None
+    if not found:
+        return None
+    # an A100 of 80 GB is no A100 40GB, and an H100 PCIe no H100
+    return card(max(found, key=lambda name: (name.split()[-1] in called, len(name))))
 
 
 def target_card(target: str) -> Card | None:

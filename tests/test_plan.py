@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from data.progress import duration
-from footprint.device import CARDS, card
+from footprint.device import CARDS, card, installed_card
 from longhaul import flops, kernels, step
 from longhaul.config import TrainConfig
 from longhaul.dist import World
@@ -150,6 +150,19 @@ def test_a_card_is_known_by_what_pytorch_calls_it(called, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: called)
     assert peak_flops(CUDA) == peak
+
+
+def test_a_card_of_several_sizes_is_known_by_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for called, name in (
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100 40GB"),
+        ("Tesla V100-SXM2-32GB", "Tesla V100 32GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, called=called: called)
+        assert installed_card(CUDA).name == name
 
 
 def test_times_are_those_of_the_card():

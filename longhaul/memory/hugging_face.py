@@ -55,7 +55,7 @@ def told_in_one_line(folder: str) -> Iterator[None]:
         yield
     except (Refused, Unusable, TooLong):
         raise
-    except Exception as error:
+    except Exception as error:  # of whatever kind transformers raises; any other is raised again
         remedy = next((REMEDIES[part] for part in REMEDIES if part in str(error)), "mend it")
         lines = lines_of(error.__traceback__, _is_theirs)
         if lines:

@@ -110,13 +110,17 @@ def refusing_compiled() -> Patches:
     """Functions, modules and optimizers that are compiled: what a compiler fuses, and holds, is not
     predicted.
     """
-    from torch._dynamo import eval_frame
+    from torch._dynamo import config, eval_frame
 
     choose = eval_frame._callback_from_stance  # what compiles, at each call
+    shapes = config.assume_static_by_default, config.automatic_dynamic_shapes
 
     def refused(callback):
         if callback in (None, False):
             return choose(callback)
+
+        # torch.compile(dynamic=...) has set them for this call, which does not end as it expects
+        config.assume_static_by_default, config.automatic_dynamic_shapes = shapes
         raise Refused(
             f"{place()}: what runs here is compiled, which is not predicted: predict it without "
             "torch.compile, which usually needs more memory"

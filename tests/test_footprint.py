@@ -849,6 +849,10 @@ def test_what_is_compiled_is_refused_with_the_line_that_runs_it(build):
     with pytest.raises(Refused, match=r"footprint_models.py:\d+: .* without torch.compile"):
         predict(build, step, "cpu")
 
+    # what compiles later in this process has the shapes that it would have had
+    assert torch._dynamo.config.assume_static_by_default
+    assert torch._dynamo.config.automatic_dynamic_shapes
+
 
 def test_a_step_that_makes_nothing_is_refused():
     with pytest.raises(Refused, match="build makes the model and the optimizer"):

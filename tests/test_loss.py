@@ -432,11 +432,14 @@ def test_gradcheck_passes_in_float64(options, reduction):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [None, True])
 @ONE_PASS
-def test_a_full_graph_compile_equals_eager_at_several_lengths_with_ignored_labels(one_pass):
+def test_a_full_graph_compile_equals_eager_at_several_lengths_with_ignored_labels(
+    one_pass, dynamic
+):
     options = dict(z_loss=1e-3, vocab_tile=300, one_pass=one_pass)
 
-    @functools.partial(torch.compile, fullgraph=True)
+    @functools.partial(torch.compile, fullgraph=True, dynamic=dynamic)
     def compiled(h, w, y):
         return linear_cross_entropy(h * 1.0, w, y, **options)
 

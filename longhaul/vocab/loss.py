@@ -199,7 +199,7 @@ def _check_options(
     num_valid: Tensor | float | None,
 ) -> None:
     capped = softcap is None or softcap > 0
-    if not capped or not 0 <= label_smoothing <= 1 or not math.isfinite(z_loss):
+    if not capped or not 0 <= label_smoothing <= 1 or not abs(z_loss) < math.inf:
         raise ValueError(
             f"softcap={softcap}, label_smoothing={label_smoothing}, z_loss={z_loss}: need softcap "
             "> 0 or None, smoothing in [0, 1], finite z_loss"

@@ -22,7 +22,7 @@ class ElasticSampler:
     Row number i of this rank in an epoch is permute(seed, epoch, length, start + rank + i *
     world_size), where `start` rows had been trained when the sampler was made or loaded. At the end
     of an epoch some ranks may have a row less than others, and so a batch less: stop all ranks
-    after as many batches, or use torch.distributed.algorithms.join.
+    after as many batches with `set_epoch`, or use torch.distributed.algorithms.join.
 
     length      rows of the dataset
     rank        of this process; 0 for one process
@@ -53,7 +53,7 @@ class ElasticSampler:
 
     def __iter__(self) -> Iterator[int]:
         """The rest of the epoch; the next iteration is the next epoch. An iteration that is left
-        early begins again.
+        early begins again, unless `set_epoch` is called.
         """
         if self.ended:
             self.set_epoch(self.epoch + 1)
@@ -64,7 +64,9 @@ class ElasticSampler:
         self.ended = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; not needed, because each iteration goes on to the next one."""
+        """Begin an epoch: `set_epoch(epoch + 1)` on all ranks ends one that some of them have left
+        early, because another had no batch any more. Otherwise each iteration begins the next one.
+        """
         self.epoch = epoch
         self.start = 0
         self.given = 0

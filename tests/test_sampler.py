@@ -46,6 +46,17 @@ def test_all_ranks_together_take_each_row_once_an_epoch(length, ranks):
         assert in_turn == epoch_of(length, epoch, seed=3)
 
 
+def test_an_epoch_that_a_rank_leaves_early_ends_on_all_by_set_epoch():
+    samplers = [ElasticSampler(7, rank, 3) for rank in range(3)]
+    for _ in zip(*samplers, strict=False):  # rank 0 has a third row, the others have none
+        pass
+    for sampler in samplers:
+        sampler.set_epoch(sampler.epoch + 1)
+    rows = [list(sampler) for sampler in samplers]
+    assert sorted(sum(rows, [])) == list(range(7))
+    assert [part[0] for part in rows] == epoch_of(7, 1)[:3]
+
+
 def train(state: dict | None, length: int, ranks: int, batch: int, steps: int):
     """(rows of each step in the order of the epoch, state) of a run that stops after some steps."""
     samplers = [ElasticSampler(length, rank, ranks) for rank in range(ranks)]

@@ -227,9 +227,9 @@ def test_a_query_without_an_own_block_or_without_any_block_reads_none(attention)
 
 @EVERY
 def test_packed_documents_equal_separate_ones_and_do_not_leak(attention, small_chunks):
-    lengths = (13, 1, 40, 21)
-    cu_seqlens = torch.tensor([0, 13, 14, 54, 75], dtype=torch.int32)
-    qkv, _, (do, dlse) = operands(B=2)
+    lengths = (13, 1, 40, 9)
+    cu_seqlens = torch.tensor([0, 13, 14, 54, 63], dtype=torch.int32)
+    qkv, _, (do, dlse) = operands(B=2, T=63)
     generator = torch.Generator().manual_seed(1)
     choices = [choose(generator, 2, length, length, 2, 8, 5) for length in lengths]
     chosen = torch.cat(choices, 1)
@@ -243,7 +243,7 @@ def test_packed_documents_equal_separate_ones_and_do_not_leak(attention, small_c
         assert error(x, torch.cat(parts, 1).double()) <= 1e-6
 
     # only the third document has an upstream gradient: that of all other keys is exactly 0
-    outside = torch.ones(75, dtype=torch.bool)
+    outside = torch.ones(63, dtype=torch.bool)
     outside[14:54] = False
     only = do.masked_fill(outside[:, None, None], 0), dlse.masked_fill(outside[:, None], 0)
     _, _, *grads = results(attention, qkv, chosen, only, cu_seqlens=cu_seqlens)
@@ -252,7 +252,7 @@ def test_packed_documents_equal_separate_ones_and_do_not_leak(attention, small_c
 
 def test_repeats_of_the_kernels_are_the_same_bits(small_chunks):
     attention = by_triton(block_sparse_attention)
-    once, again = (results(attention, *operands(T=40, M=4)) for _ in range(2))
+    once, again = (results(attention, *operands(T=20, M=4)) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(once, again, strict=True))
 
 
@@ -397,11 +397,11 @@ def test_the_tables_of_the_kernels_count_pairs_in_64_bits_and_buckets_in_32():
 def test_the_operators_follow_the_rules_of_pytorch(fused):
     if fused:
         pytest.importorskip("triton", reason="triton is not installed")
-    (q, k, v), _, (do, dlse) = operands(T=20)
+    (q, k, v), _, (do, dlse) = operands(T=10)
     generator = torch.Generator().manual_seed(1)
-    chosen = torch.cat([choose(generator, 1, length, length, 2, 8, 5) for length in (9, 11)], 1)
+    chosen = torch.cat([choose(generator, 1, length, length, 2, 8, 5) for length in (9, 1)], 1)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    numbers = torch.tensor([0, 9, 20]), 8, torch.float32, fused
+    numbers = torch.tensor([0, 9, 10]), 8, torch.float32, fused
     torch.library.opcheck(engine.block_sparse_forward, (*leaves, chosen, *numbers))
     with torch.no_grad():
         o, lse = engine.block_sparse_forward(q, k, v, chosen, *numbers)

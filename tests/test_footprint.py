@@ -23,7 +23,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import footprint as benchmark
-from footprint import Recording, Refused, measure, predict, probe, unknown
+from footprint import Recording, Refused, Report, measure, predict, probe, unknown
 from tests.footprint_models import (
     STEPS,
     Transformer,
@@ -41,6 +41,11 @@ TOLERANCE = 12  # bytes
 TRANSFORMER = STEPS["transformer"]
 
 
+@functools.cache
+def predicted(name: str, target: str) -> Report:
+    return predict(*STEPS[name], target)
+
+
 # ---- the peak
 
 
@@ -51,14 +56,13 @@ def check_peak(build, step):
 
 @pytest.mark.parametrize("name", few_fast(STEPS, 5))
 def test_the_predicted_peak_is_what_the_allocator_records(name):
-    build, step = STEPS[name]
-    check_peak(build, step)
+    recorded = measure(*STEPS[name])
+    assert predicted(name, "cpu").peak == pytest.approx(recorded, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", few_fast(["checkpointing, reentrant", "AdamW foreach"], 2))
 def test_fake_tensors_show_every_stage_as_the_real_step_does(name):
-    build, step = STEPS[name]
-    assert predict(build, step, "cpu").by_stage == observe(build, step).by_stage
+    assert predicted(name, "cpu").by_stage == observe(*STEPS[name]).by_stage
 
 
 class Loop:
@@ -170,10 +174,9 @@ def test_a_number_scales_a_tensor_and_bounds_what_an_optimizer_of_pytorch_does()
 PUBLIC = [
     ("Llama", "plain"),
     ("BART", "checkpointing"),
-    ("Llama", "foreach"),
     ("ViT", "autocast"),
-    ("BERT", "fused"),
     ("T5", "plain"),
+    ("BERT", "fused"),
     ("Mixtral", "checkpointing"),
     ("ConvNeXt", "plain"),
 ]
@@ -191,10 +194,9 @@ def test_public_architectures_are_predicted_within_the_bound_of_the_benchmark(na
 
 
 def test_parameters_gradients_states_inputs_and_activations_are_told_apart():
-    build, step = TRANSFORMER
-    model, _ = build()
+    model, _ = TRANSFORMER[0]()
     parameters = sum(parameter.nbytes for parameter in model.parameters())
-    report = predict(build, step, "cpu")
+    report = predicted("transformer", "cpu")
 
     at_update = report.stages["optimizer"]
     count = len(list(model.parameters()))
@@ -243,46 +245,41 @@ def test_copies_of_a_model_with_known_values_are_those_of_the_real_step():
 
 
 def test_a_users_optimizer_is_recognised_by_its_methods():
-    build, step = STEPS["a user's optimizer"]
-    sizes = predict(build, step, "cpu").stages["start"]
+    sizes = predicted("a user's optimizer", "cpu").stages["start"]
     assert sizes["optimizer"] == sizes["parameter"]
 
 
 def test_the_steady_peak_is_that_of_the_second_step():
-    build, step = TRANSFORMER
-    report = predict(build, step, "cpu")
+    report = predicted("transformer", "cpu")
     assert report.peak == report.first_peak + report.stages["start"]["optimizer"]
 
 
 def test_the_depth_of_stages_is_chosen():
-    build, step = TRANSFORMER
-    shallow = predict(build, step, "cpu", depth=1)
+    shallow = predict(*TRANSFORMER, "cpu", depth=1)
     assert "layers.* backward" in shallow.by_stage
     assert not any(".mlp" in stage for stage in shallow.by_stage)
-    assert shallow.peak == predict(build, step, "cpu").peak
+    assert shallow.peak == predicted("transformer", "cpu").peak
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda out: torch.arange(torch.tensor([2000] * 4).max()),
-        lambda out: torch.zeros(torch.tensor(2000)),
-        lambda out: torch.zeros(3, 1).expand(-1, torch.tensor(2000)).clone(),
-        lambda out: torch.zeros(3000)[: torch.tensor(2000)].clone(),
-        lambda out: torch.zeros(20).repeat(torch.tensor(100)),
-        lambda out: torch.zeros(3000).topk(torch.tensor(2000)),
-        lambda out: torch.zeros(4000).split(torch.tensor(2000))[0].clone(),
-        lambda out: F.one_hot(torch.arange(99)),
-        lambda out: F.one_hot(out.argmax(1), 2000),
-        lambda out: torch.full((2000,), out.mean()),
-        lambda out: torch.zeros(2000).add_(torch.ones(2000), alpha=out.mean()),
-        lambda out: torch.zeros(3, 2000)[out.argmax() % 3].clone(),
-    ],
-)
-def test_a_tensor_given_for_a_number_makes_the_shapes_of_the_real_step(make):
+def test_a_tensor_given_for_a_number_makes_the_shapes_of_the_real_step():
     def step(model):
         with torch.no_grad():
-            return [make(model(torch.ones(2, 8))), torch.zeros(9000)]
+            out = model(torch.ones(2, 8))
+            return [
+                torch.arange(torch.tensor([2000] * 4).max()),
+                torch.zeros(torch.tensor(2000)),
+                torch.zeros(3, 1).expand(-1, torch.tensor(2000)).clone(),
+                torch.zeros(3000)[: torch.tensor(2000)].clone(),
+                torch.zeros(20).repeat(torch.tensor(100)),
+                torch.zeros(3000).topk(torch.tensor(2000)),
+                torch.zeros(4000).split(torch.tensor(2000))[0].clone(),
+                F.one_hot(torch.arange(99)),
+                F.one_hot(out.argmax(1), 2000),
+                torch.full((2000,), out.mean()),
+                torch.zeros(2000).add_(torch.ones(2000), alpha=out.mean()),
+                torch.zeros(3, 2000)[out.argmax() % 3].clone(),
+                torch.zeros(9000),  # more than what the others hold inside
+            ]
 
     def build():
         return torch.nn.Linear(8, 8)
@@ -483,7 +480,7 @@ def test_a_script_that_cannot_be_split_is_recorded_and_ends_by_itself():
     with Recording("cpu") as recording:
         script()
     report = recording.report
-    assert report.peak == predict(*TRANSFORMER, "cpu").peak
+    assert report.peak == predicted("transformer", "cpu").peak
     assert report.stages["optimizer"]["optimizer"] > report.stages["optimizer"]["parameter"]
 
 
@@ -501,9 +498,11 @@ def made_by(report) -> list[str]:
 
 
 def test_a_checkpoint_saves_random_states_in_a_cpus_memory_and_not_on_a_gpu():
-    build, step = STEPS["checkpointing, non-reentrant"]
     on_cpu, on_cuda = (
-        [storage.size for storage in predict(build, step, target).trace.storages.values()]
+        [
+            storage.size
+            for storage in predicted("checkpointing, non-reentrant", target).trace.storages.values()
+        ]
         for target in ("cpu", "cuda")
     )
     state = torch.get_rng_state().nbytes
@@ -513,8 +512,7 @@ def test_a_checkpoint_saves_random_states_in_a_cpus_memory_and_not_on_a_gpu():
 
 
 def test_on_cuda_attention_keeps_no_scores_dropout_keeps_booleans_and_lists_are_updated_at_once():
-    build, step = STEPS["transformer with dropout"]
-    on_cpu, on_cuda = predict(build, step, "cpu"), predict(build, step)
+    on_cpu, on_cuda = (predicted("transformer with dropout", target) for target in ("cpu", "cuda"))
     assert on_cpu.reserved is None
     assert on_cuda.reserved >= on_cuda.peak
     assert on_cuda.peak - on_cuda.stages["optimizer"]["workspace"] < on_cpu.peak
@@ -526,8 +524,7 @@ def test_on_cuda_attention_keeps_no_scores_dropout_keeps_booleans_and_lists_are_
 
 @pytest.mark.parametrize("name", ["checkpointing, reentrant", "checkpointing, non-reentrant"])
 def test_what_is_recomputed_in_the_backward_takes_the_operators_of_cuda_too(name):
-    build, step = STEPS[name]
-    storages = predict(build, step).trace.storages.values()
+    storages = predicted(name, "cuda").trace.storages.values()
     recomputed = [storage.op for storage in storages if "recompute" in storage.stage]
     assert "aten._scaled_dot_product_efficient_attention.default" in recomputed
 
@@ -588,14 +585,14 @@ def test_multi_head_attention_takes_the_kernels_of_cuda(weights):
 
 
 def test_what_save_on_cpu_keeps_for_the_backward_is_in_host_memory_on_cuda():
-    build, plain = TRANSFORMER
+    build, _ = TRANSFORMER
 
     def step(state):
         with save_on_cpu(pin_memory=True):
             loss = state[0](tokens()[0]).mean()
         loss.backward()
 
-    kept = predict(build, plain).stages["layers.* forward"]["activation"]
+    kept = predicted("transformer", "cuda").stages["layers.* forward"]["activation"]
     report = predict(build, step)
     assert report.stages["layers.* forward"].get("activation", 0) < kept / 10
     assert report.trace.host_peak > kept
@@ -630,18 +627,16 @@ def test_a_grad_scaler_lets_the_optimizer_step(device):
 
 
 def test_what_is_not_modelled_is_said():
-    build, step = STEPS["convolutions"]
-    report = predict(build, step)
+    report = predicted("convolutions", "cuda")
     assert any("cuDNN's convolutions" in words for words in report.not_modelled)
     assert "not in the prediction: " in str(report)
 
 
 @pytest.mark.slow
 def test_a_convolution_that_is_too_large_to_be_run_is_said(monkeypatch):
-    build, step = STEPS["convolutions"]
-    assert not predict(build, step, target="cpu").not_modelled
+    assert not predicted("convolutions", "cpu").not_modelled
     monkeypatch.setattr(probe, "LARGEST", 0)
-    left_out = predict(build, step, target="cpu").not_modelled
+    left_out = predict(*STEPS["convolutions"], "cpu").not_modelled
     assert any("scratch memory of aten.convolution.default" in words for words in left_out)
 
 
@@ -649,7 +644,7 @@ def test_a_convolution_that_is_too_large_to_be_run_is_said(monkeypatch):
 
 
 def test_a_report_is_text_json_and_a_page(tmp_path):
-    report = predict(*TRANSFORMER)
+    report = predicted("transformer", "cuda")
     assert "<- peak" in str(report) and "= device" in str(report)
     found = json.loads(json.dumps(report.json()))
     assert found["peak_live_bytes"] == report.peak == max(found["stages"].values())
@@ -875,7 +870,7 @@ torch.set_num_threads(1)
 from footprint import measure, predict
 from footprint_models import STEPS
 
-for name in ("mlp", "transformer with dropout", "checkpointing, reentrant", "AdamW fused"):
+for name in ("transformer with dropout", "checkpointing, reentrant"):
     build, step = STEPS[name]
     print(name, abs(predict(build, step, "cpu").peak - measure(build, step)) <= 12)
 report = predict(build, step)
@@ -895,5 +890,5 @@ def test_the_package_alone_in_an_empty_folder_needs_torch_only(tmp_path):
     (tmp_path / "footprint_models.py").symlink_to(ROOT / "tests" / "footprint_models.py")
     command = [sys.executable, "-I", "-S", "-c", ALONE, str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.stdout.count(" True\n") == 4, done.stdout + done.stderr
+    assert done.stdout.count(" True\n") == 2, done.stdout + done.stderr
     assert (tmp_path / "picture.svg").read_text().startswith("<svg xmlns=")

@@ -421,8 +421,9 @@ def test_the_labels_of_several_classes_are_numbers(transformers, tmp_path, answe
 
 
 def test_a_card_without_a_question_says_whether_it_holds_the_step(llama, answer, capsys):
-    code, found = answer("--hf", llama, "--seq", 4096, "--gpu", "H100")
+    args = ["--hf", llama, "--seq", 64]
+    code, found = answer(*args, "--gpu", "H100")
     assert (code, found["placement"]) == (0, "fits")
     said = capsys.readouterr().out
     assert "on H100 (79.1 GiB): fits" in said
-    assert answer("--hf", llama, "--vram", 0.5)[0] == 3
+    assert answer(*args, "--vram", 0.5)[0] == 3

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from footprint import Refused, predict
+from footprint import Refused, Report, predict
 from longhaul import dist
 from tests.footprint_models import (
     OVER_RANKS,
@@ -24,6 +24,11 @@ from tests.ranks import run_ranks
 
 BUILD, STEP = OVER_RANKS["FSDP2, transformer"]
 PARAMETERS = sum(parameter.nbytes for parameter in Transformer().parameters())
+
+
+@functools.cache
+def predicted(name: str, ranks: int) -> Report:
+    return predict(*OVER_RANKS[name], "cpu", world_size=ranks)
 
 
 # ---- ranks that run
@@ -43,9 +48,9 @@ def test_the_predicted_peak_is_that_of_ranks_that_run_byte_for_byte(ranks, sprea
     """
     pytest.importorskip("transformers", reason="transformers is not installed")
     names = [name for name in OVER_RANKS if name.startswith(spread)]
-    predicted = [predict(*OVER_RANKS[name], "cpu", world_size=ranks).peak for name in names]
     observed = run_ranks(observed_each, ranks, names)
-    for name, expected, found in zip(names, predicted, zip(*observed, strict=True), strict=True):
+    for name, found in zip(names, zip(*observed, strict=True), strict=True):
+        expected = predicted(name, ranks).peak
         assert min(found) == expected and max(found) <= 1.25 * expected, f"{name}: {found}"
 
 
@@ -53,7 +58,7 @@ def test_the_predicted_peak_is_that_of_ranks_that_run_byte_for_byte(ranks, sprea
 
 
 def test_fsdp2_shards_parameters_gradients_and_states_and_gathers_them_layer_by_layer():
-    report = predict(BUILD, STEP, "cpu", world_size=2)
+    report = predicted("FSDP2, transformer", 2)
     at_update = report.stages["optimizer"]
     for category in ("parameter", "gradient"):
         assert at_update[category] == PARAMETERS // 2
@@ -86,12 +91,11 @@ def test_the_norm_of_sharded_gradients_is_read_as_any_number():
 
 def test_ddp_holds_whole_parameters_and_a_bucket_for_each_gradient():
     alone = predict(with_optimizer(Transformer), STEP, "cpu")
-    build, step = OVER_RANKS["DDP, transformer"]
-    report = predict(build, step, "cpu", world_size=2)
+    report = predicted("DDP, transformer", 2)
     buckets = report.by_stage["end"] - alone.by_stage["end"]
     assert buckets == pytest.approx(PARAMETERS, rel=1e-3)
     assert report.stages["optimizer"]["parameter"] == PARAMETERS
-    assert predict(build, step, "cpu", world_size=8).peak == report.peak
+    assert predicted("DDP, transformer", 8).peak == report.peak
 
 
 # ---- refusals
@@ -125,16 +129,13 @@ def test_what_cannot_work_over_ranks_is_refused_in_one_line(model, ranks, words)
 def test_fsdp2_and_ddp_run_on_one_rank_and_leave_nothing_behind(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     excepthook = sys.excepthook
-    clipped = functools.partial(train, batch=tokens, clip=1.0)
-    before = predict(BUILD, clipped, "cpu", world_size=2)
-    alone = predict(BUILD, clipped, "cpu")
+    before = predicted("FSDP2, transformer", 2)
+    alone = predict(BUILD, STEP, "cpu")
     assert alone.stages["optimizer"]["parameter"] > 1.9 * before.stages["optimizer"]["parameter"]
     replicated = with_optimizer(in_a_group)
-    assert predict(replicated, functools.partial(train, batch=tokens), "cpu").peak
-    joined = predict(replicated, functools.partial(train, batch=tokens), "cpu", world_size=2)
-    own = with_optimizer(lambda: DistributedDataParallel(Transformer()))
-    step = functools.partial(train, batch=tokens)
-    assert joined.peak == predict(own, step, "cpu", world_size=2).peak
+    assert predict(replicated, STEP, "cpu").peak
+    joined = predict(replicated, STEP, "cpu", world_size=2)
+    assert joined.peak == predicted("DDP, transformer", 2).peak
     assert not torch.distributed.is_initialized()
-    assert predict(BUILD, clipped, "cpu", world_size=2).peak == before.peak
+    assert predict(BUILD, STEP, "cpu", world_size=2).peak == before.peak
     assert sys.excepthook is excepthook

@@ -279,12 +279,14 @@ def test_the_plan_is_of_the_dense_warm_up_if_that_takes_more():
     cfg = settings(**DENSE_IS_LARGER, indexer_warmup=1, device="cpu")
     plan = planned(cfg)
     behind = dataclasses.replace(cfg, indexer_warmup=0)
-    assert plan.needs.peak_stage == WARM_UP and plan.peak > 1.2 * planned(behind).peak
+    without = planned(behind)
+    assert plan.needs.peak_stage == WARM_UP and plan.peak > 1.2 * without.peak
     assert plan.peak == pytest.approx(allocator_peak(largest(plan.cfg)), rel=1e-2)
 
-    room = (plan.needed_gib + planned(behind).needed_gib) / 2
-    assert planned(behind, room).fits and not planned(cfg, room).fits
-    assert "GiB in the indexer's dense warm-up and" in planned(cfg, room).shortage()
+    room = (plan.needed_gib + without.needed_gib) / 2
+    too_large = planned(cfg, room)
+    assert planned(behind, room).fits and not too_large.fits
+    assert "GiB in the indexer's dense warm-up and" in too_large.shortage()
 
 
 def test_a_plan_is_of_the_steps_behind_the_warm_up_if_those_take_more():

@@ -19,7 +19,6 @@ from tests.tiers import few_fast, slow
 
 RUNGS = [
     dict(gradient_checkpointing="selective"),
-    dict(mlp_tiles=4),
     dict(gradient_checkpointing="full", mlp_tiles=4, attention_head_groups=2),
     dict(gradient_checkpointing="full", optimizer="adamw_bf16"),
     dict(gradient_checkpointing="full", optimizer="adamw_8bit"),

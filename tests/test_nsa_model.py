@@ -191,7 +191,7 @@ def test_a_dtype_that_the_branches_cannot_run_is_refused_when_the_model_is_built
 def test_the_triton_twin_in_the_decoder_equals_the_engine_and_says_where_it_runs(monkeypatch):
     tiles = pytest.importorskip("longhaul.sparse.triton.tiles", reason="triton is not installed")
     sizes = NSAConfig(cmp_block=4, cmp_stride=2, sel_block=8, sel_count=4, window=8)
-    x = torch.arange(60)[None] % 50
+    x = torch.arange(44)[None]
 
     def run(kernels):
         shape = dict(vocab_size=50, num_layers=1, hidden_size=32, ffn_size=32)

@@ -140,7 +140,6 @@ def test_torchs_own_is_right_in_fp32_but_for_ignored_rows_and_wrong_in_bf16(
 
 
 MISTAKES = {
-    "right": set(),
     "divides_by_all": {"fp32 some labels ignored"},
     "deaf": {"fp32 upstream gradient of 3"},
     "scaling": {"fp32 second backward"},

@@ -9,7 +9,6 @@ import torch
 
 import profile_memory
 from longhaul import cli, kernels
-from longhaul.analysis import run
 from longhaul.analysis.config import AnalysisConfig, Measures
 from longhaul.analysis.samples import Rows
 from longhaul.memory import analysis
@@ -119,19 +118,6 @@ def test_few_layers_extrapolate_to_what_all_layers_take(part, layers):
     deep = dataclasses.replace(what, config=config, measures=measures)
     expected = analysis.simulated(deep, "cpu", analysis.PARTS[part])
     assert analysis.peak(deep, "cpu", part) == pytest.approx(expected, rel=1e-3)
-
-
-def test_an_autoencoder_of_an_early_layer_is_planned_within_five_percent():
-    """Its forward ends at its layer, behind which a plan once counted too much."""
-    layer = 0
-    measures = Measures(sae_tokens=1, layers=str(layer))
-    what = analysis.Analysed(SETTINGS["standard"][0], measures, 4, 1024)
-    planned = analysis.peak(what, "cpu", "sae")
-    model = kernels.decoder(what.config)
-    with analysis.meter(model, CPU) as meter:
-        samples = RandomSamples(4, what.context_length)
-        run.train_autoencoder(model, samples, measures, layer, what.batch_size)
-    assert planned == pytest.approx(meter.peak_bytes, rel=0.05)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import torch
 
 import profile_memory
 from longhaul import cli, kernels
-from longhaul.analysis import run
 from longhaul.analysis.config import AnalysisConfig, Measures
 from longhaul.analysis.samples import Rows
 from longhaul.memory import analysis
@@ -91,13 +90,14 @@ def test_a_model_that_is_loaded_has_its_tied_head_twice_until_it_is_tied():
 
 # a plan that reads every tile of every head takes seconds, as does one of many parts of a row
 CASES = [("standard", part) for part in MEASURED if part != "distances"]
-CASES += [slow("standard", "distances"), *(slow("parts", part) for part in MEASURED)]
-CASES += [slow("nsa", part) for part in ("patching", "distances", "costs")]
+CASES += [slow("standard", "distances")]
+for name in ("parts", "nsa"):
+    CASES += [slow(name, part) for part in ("patching", "distances", "costs")]
 
 
 @pytest.mark.parametrize("name, part", CASES)
 def test_each_part_is_planned_within_five_percent(name, part):
-    what = asked(name)
+    what = asked(name).shallow(2, 2)
     check_part(part, what, RandomSamples(2, what.context_length))
 
 
@@ -118,19 +118,6 @@ def test_few_layers_extrapolate_to_what_all_layers_take(part, layers):
     deep = dataclasses.replace(what, config=config, measures=measures)
     expected = analysis.simulated(deep, "cpu", analysis.PARTS[part])
     assert analysis.peak(deep, "cpu", part) == pytest.approx(expected, rel=1e-3)
-
-
-def test_an_autoencoder_of_an_early_layer_is_planned_within_five_percent():
-    """Its forward ends at its layer, behind which a plan once counted too much."""
-    layer = 0
-    measures = Measures(sae_tokens=1, layers=str(layer))
-    what = analysis.Analysed(SETTINGS["standard"][0], measures, 4, 1024)
-    planned = analysis.peak(what, "cpu", "sae")
-    model = kernels.decoder(what.config)
-    with analysis.meter(model, CPU) as meter:
-        samples = RandomSamples(4, what.context_length)
-        run.train_autoencoder(model, samples, measures, layer, what.batch_size)
-    assert planned == pytest.approx(meter.peak_bytes, rel=0.05)
 
 
 @pytest.mark.slow
@@ -182,6 +169,7 @@ def test_131072_tokens_take_no_more_than_training_on_them():
     T = 131_072
     cfg = TrainConfig(
         model_size="tiny",
+        model_overrides=("num_layers=2",),
         context_length=T,
         dtype="fp32",
         device="cpu",
@@ -196,7 +184,7 @@ def test_131072_tokens_take_no_more_than_training_on_them():
 
 # --------------------------------------------------------------------------- what is said
 
-SMALL = "--task analysis --model_size tiny --context_length 512 --batch_size 4 --skip_sae"
+SMALL = "--task analysis --model_size tiny --context_length 512 --skip_sae"
 
 
 def said(words: str, capsys, code: int = 0) -> str:
@@ -205,17 +193,17 @@ def said(words: str, capsys, code: int = 0) -> str:
 
 
 def test_the_plan_has_a_line_for_each_part(capsys, tmp_path):
-    text = said(f"{SMALL} --device cpu --json {tmp_path}/plan.json", capsys)
+    text = said(f"{SMALL} --batch_size 1 --device cpu --json {tmp_path}/plan.json", capsys)
     for name in ("patching", "statistics", "distances", "device"):
         assert re.search(rf"^  {name} +\d+\.\d\d GiB", text, re.M)
     assert "sae" not in text and text.count("(highest)") == 1
-    assert "4 layer(s), 4 x 512 tokens, bfloat16" in text
+    assert "4 layer(s), 1 x 512 tokens, bfloat16" in text
 
 
 @pytest.mark.slow
 def test_the_command_of_a_comparison_is_one_that_the_program_takes(capsys):
-    words = f"{SMALL} --skip_patching --layers 0 --compare float32,bfloat16 --advise --vram 0.7"
-    profile_memory.main(words.split())
+    words = f"{SMALL} --batch_size 4 --skip_patching --layers 0 --compare float32,bfloat16"
+    profile_memory.main([*words.split(), "--advise", "--vram", "0.7"])
     text = capsys.readouterr().out
     assert "instead of fp32" not in text and "bfloat16 " not in text.replace(",bfloat16", "")
     line = text.splitlines()[-1].removeprefix("run: ")

@@ -29,8 +29,6 @@ from tests.traces import by_category
 TINY = dict(model_size="tiny", vocab_size=20_000, context_length=1024)
 SETTINGS = [
     {},
-    dict(gradient_checkpointing="full"),
-    dict(loss="standard"),
     dict(loss="standard", gradient_checkpointing="full"),
     dict(
         context_length=700,

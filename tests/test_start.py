@@ -82,8 +82,14 @@ def settings(flags: str) -> TrainConfig:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The parameters of a run's newest checkpoint."""
-    stored = load_file(next(newest(folder).glob("rank-*")))
-    return {name: tensor for name, tensor in stored.items() if name.startswith("model.")}
+    return stored_weights(newest(folder))
+
+
+def stored_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters of a checkpoint."""
+    stored = load_file(next(folder.glob("rank-*")))
+    prefix = "model."
+    return {name.removeprefix(prefix): x for name, x in stored.items() if name.startswith(prefix)}
 
 
 def assert_same_weights(one: dict, other: dict):
@@ -258,7 +264,7 @@ def test_indexed_attention_starts_from_standard_weights_which_its_warm_up_keeps(
     given = start.read(folder)
     theirs = Decoder(given.config)
     start.load_into(theirs, given)
-    steps = [_stored(tmp_path / "run" / f"step-0000000{step}") for step in (1, 2, 3)]
+    steps = [stored_weights(tmp_path / "run" / f"step-0000000{step}") for step in (1, 2, 3)]
     for name, parameter in theirs.named_parameters():
         assert torch.equal(steps[0][name], parameter) and torch.equal(steps[1][name], parameter)
         assert not torch.equal(steps[2][name], parameter)
@@ -266,13 +272,6 @@ def test_indexed_attention_starts_from_standard_weights_which_its_warm_up_keeps(
     assert len(added) == 2 * 4
     for name in added:
         assert ".indexer." in name and not torch.equal(steps[0][name], steps[1][name])
-
-
-def _stored(folder: Path) -> dict[str, torch.Tensor]:
-    """The parameters of a checkpoint."""
-    stored = load_file(next(folder.glob("rank-*")))
-    prefix = "model."
-    return {name.removeprefix(prefix): x for name, x in stored.items() if name.startswith(prefix)}
 
 
 def test_a_run_continues_although_the_folder_that_it_started_from_is_gone(
@@ -296,10 +295,7 @@ def load_sharded(world, folder: str) -> dict[str, torch.Tensor]:
     decoder.to_empty(device="cpu")
     decoder.tie_weights()
     start.load_into(decoder, found)
-    return {
-        f"model.{name}": parameter.full_tensor().detach()
-        for name, parameter in decoder.named_parameters()
-    }
+    return {name: p.full_tensor().detach() for name, p in decoder.named_parameters()}
 
 
 @pytest.mark.slow
@@ -379,7 +375,7 @@ def test_no_proposal_drops_init_from_or_its_size(tmp_path):
     with torch.device("meta"):
         large = Decoder(ModelConfig.preset("1.7B"))
     (tmp_path / "config.json").write_text(json.dumps(qwen3.hf_config(large)))
-    cfg = settings(f"--init_from {tmp_path} --context_length 8 --batch_size 16384")
+    cfg = settings(f"--init_from {tmp_path} --context_length 8 --batch_size 2")
     assert cfg.model_size == "1.7B"
 
     request = plan.plan(cfg, cfg.model(), World(), torch.device("cuda"), 30.0)

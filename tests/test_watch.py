@@ -49,6 +49,10 @@ def failing(error: RuntimeError):
     return fails
 
 
+def planned(cfg: TrainConfig) -> planner.Plan:
+    return planner.plan(cfg, cfg.model(), dist.World(), torch.device("cpu"))
+
+
 def arguments(data: str, out, *more: str) -> list[str]:
     return [*test_train.SMALL, "--data", data, "--output_dir", str(out), "--max_steps", "2", *more]
 
@@ -153,12 +157,8 @@ def test_fit_auto_pulls_levers_and_leaves_model_context_and_batch(capsys):
         device="cpu",
         fit="auto",
     )
-    asked = planner.plan(cfg, cfg.model(), dist.World(), torch.device("cpu"))
-    checkpointed = fit.checkpointing(cfg)
-    with_checkpointing = planner.plan(
-        checkpointed, checkpointed.model(), dist.World(), torch.device("cpu")
-    )
-    room = (asked.needed_gib + with_checkpointing.needed_gib) / 2
+    asked = planned(cfg)
+    room = (asked.needed_gib + planned(fit.checkpointing(cfg)).needed_gib) / 2
     found = training.fitting(planner.dataclasses.replace(asked, available_gib=room))
     assert (
         found.cfg.gradient_checkpointing == "full"
@@ -176,7 +176,7 @@ def test_fit_auto_pulls_levers_and_leaves_model_context_and_batch(capsys):
 
 def test_without_fit_auto_a_lever_is_never_pulled():
     cfg = TrainConfig(model_size="tiny", context_length=8192, device="cpu")
-    asked = planner.plan(cfg, cfg.model(), dist.World(), torch.device("cpu"))
+    asked = planned(cfg)
     with pytest.raises(ValueError, match="each rank needs .* GiB and .* GiB are available"):
         training.fitting(planner.dataclasses.replace(asked, available_gib=asked.needed_gib - 0.01))
     assert shlex.split(planner.command(cfg, dist.World()))[-1] == "cpu"

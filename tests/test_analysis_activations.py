@@ -106,11 +106,6 @@ def test_parts_over_the_cache_are_the_whole_row(chunk, packed):
         torch.testing.assert_close(x, whole[key], atol=2e-6, rtol=2e-5, msg=str(key))
 
 
-def test_attention_that_reads_rows_at_once_does_not_pass_in_parts():
-    with pytest.raises(ValueError, match="nsa attention reads a row at once: .* chunk 0"):
-        collected(decoder("nsa"), rows(), chunk=16)
-
-
 def test_only_what_is_asked_for_is_read_in_the_order_in_which_it_is_made():
     order = []
     stream(decoder(), rows(), [2, 0], ["residual", "mlp"], lambda *at: order.append(at[:2]))

@@ -258,9 +258,9 @@ def test_a_run_that_is_killed_continues_with_the_same_result(made, done, tmp_pat
 
 @pytest.mark.slow
 def test_fewer_prompts_than_asked_for_are_said(made, tmp_path, capsys):
-    few = "--skip_sae --layers 2 --prompts 999"
-    words = command(made, tmp_path / "out", few)
-    del words[words.index("--prompts") : words.index("--prompts") + 2]
+    words = command(made, tmp_path / "out", "--skip_sae --layers 2")
+    for name, value in (("--prompts", "999"), ("--prompt_length", "57")):
+        words[words.index(name) + 1] = value
     assert run_full_analysis.main(words) == 0
     found = read(tmp_path / "out")["parts"]["patching-02"]["result"]["pairs"]
     assert 0 < found < 999

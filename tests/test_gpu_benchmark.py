@@ -13,7 +13,17 @@ import torch
 
 from benchmarks import attention as checks
 from benchmarks import record
-from benchmarks.gpu import attention, children, command, loss, machine, memory, smoke, step
+from benchmarks.gpu import (
+    attention,
+    children,
+    command,
+    decoding,
+    loss,
+    machine,
+    memory,
+    smoke,
+    step,
+)
 from benchmarks.gpu.jobs import Place
 from longhaul.memory import reconcile
 
@@ -42,7 +52,15 @@ def test_the_rehearsal_runs_every_part_at_toy_sizes_and_claims_nothing(tmp_path,
         pytest.skip("a GPU is here: `python -m benchmarks.gpu --toy` is the rehearsal")
     monkeypatch.setattr(command, "run_all", without_processes)
     monkeypatch.setattr(command.Session, "start_ahead", lambda session: None)
-    for module, name in ((attention, "ROUNDS"), (step, "ROUNDS"), (loss, "TOY_ROUNDS")):
+    once = (
+        (attention, "ROUNDS"),
+        (attention, "WARM_TURNS"),
+        (decoding, "WARM"),
+        (decoding, "TIMED"),
+        (step, "ROUNDS"),
+        (loss, "TOY_ROUNDS"),
+    )
+    for module, name in once:
         monkeypatch.setattr(module, name, 1)
     small = [
         (*of_job, changes | dict(model_overrides=("num_layers=1",)), seconds)

@@ -30,11 +30,11 @@ from tests.tiers import slow
 
 MODEL = (
     f"--model_size tiny --vocab_size {reviews.VOCABULARY} --context_length 32 --rope_theta 1e4 "
-    "--dtype fp32 --device cpu --model_overrides hidden_size=32 num_layers=2 num_heads=2 "
+    "--dtype fp32 --device cpu --model_overrides hidden_size=32 num_layers=1 num_heads=2 "
     "num_kv_heads=2 head_dim=16 ffn_size=48"
 )
 SMALL = (
-    "--context_length 32 --max_new_tokens 6 --gumbel_topk 24 --global_batch_size 4 "
+    "--context_length 32 --max_new_tokens 4 --gumbel_topk 24 --global_batch_size 4 "
     "--batch_size 2 --lr 1e-3"
 )
 VALIDATED = "--max_steps 4 --eval_every 2 --eval_rows 6"
@@ -55,8 +55,8 @@ def write_reviews(folder: Path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Prompts of one length in `reviews` and of several in `asked`, a first model in `base`, and a
-    reward model of its body in `reward`.
+    """Prompts of one length in `reviews`, of several in `asked`, too long ones in `long`, a first
+    model in `base`, and a reward model of its body in `reward`.
     """
     folder = tmp_path_factory.mktemp("grade")
     write_reviews(folder / "reviews")
@@ -64,6 +64,7 @@ def folder(tmp_path_factory) -> Path:
     train.main(f"{flags} --warmup_steps 2 --batch_size 8 --eval_every 0".split())
     save_reward(folder / "base", folder / "reward")
     write_prompts(folder / "asked", [n % 6 + 2 for n in range(60)])
+    write_prompts(folder / "long", [29] * 60)
     return folder
 
 
@@ -121,7 +122,7 @@ def test_each_step_says_reward_kl_and_what_the_mixtures_leave_out(whole):
     for record in steps:
         assert 0 < record["reward"] < 1
         assert 0 < record["topk_mass"] <= 1 + 1e-6
-        assert 0 < record["response_length"] <= 6
+        assert 0 < record["response_length"] <= 4
         expected = 0.1 * record["kl"] - record["reward"]
         assert record["loss"] == pytest.approx(expected, abs=1e-5)
     assert steps[0]["kl"] < 1e-6 < steps[-1]["kl"]
@@ -187,14 +188,14 @@ def test_the_tokens_of_all_responses_of_a_prompt_are_counted(folder, tmp_path):
     run(folder, tmp_path, "--method reinforce --max_steps 1")
     (record,) = [record for record in records(tmp_path) if "loss" in record]
     # of two micro-batches
-    assert record["tokens"] == 4 * GradeConfig().group_size * (reviews.PROMPT + 6)
+    assert record["tokens"] == 4 * GradeConfig().group_size * (reviews.PROMPT + 4)
 
 
 @pytest.mark.parametrize(
     "flags, said",
     [
         ("--max_new_tokens 32", "--max_new_tokens 32 leaves no token of"),
-        slow("--context_length 10", "prompt of 7 tokens, and the context leaves 4"),
+        slow("--data {}/long", "prompt of 29 tokens, and the context leaves 28"),
         ("--gumbel_topk 105", "--gumbel_topk 105 exceeds the vocabulary of 104"),
         ("--method all --gumbel_topk -1", "--gumbel_topk -1 is out of range"),
         slow("--data {}/asked", "tokens, and the one before it "),
@@ -230,7 +231,8 @@ def test_a_policy_that_has_diverged_ends_in_one_line(folder, tmp_path, capsys):
 
 @pytest.fixture
 def short_demo(monkeypatch):
-    """The demo with a first model and a reward model of a few steps."""
+    """The demo with a first model and a reward model of one layer and a few steps."""
+    monkeypatch.setitem(grade_demo.SHAPE, "num_layers", 1)
     monkeypatch.setattr(grade_demo, "BASE_STEPS", 5)
     monkeypatch.setattr(grade_demo, "REWARD_STEPS", 3)
 
@@ -256,8 +258,12 @@ def test_what_the_demo_cannot_run_is_refused_before_its_models_are_made(
 @pytest.mark.slow
 def test_the_demo_measures_every_method_by_prompts_that_nothing_saw(short_demo, tmp_path, capsys):
     out = tmp_path / "demo"
-    more = "--demo --method all --max_steps 2 --max_new_tokens 6 --batch_size 4 --eval_every 0"
-    grade.main([*more.split(), "--output_dir", str(out)])
+    more = "--demo --method all --max_steps 2 --max_new_tokens 3 --batch_size 4 --eval_every 0"
+    words = [*more.split(), "--output_dir", str(out)]
+    grade.main([*words, "--plan"])
+    assert capsys.readouterr().out.count("plan (computed)") == len(METHODS)
+
+    grade.main(words)
     said = capsys.readouterr().out
     for method in METHODS:
         score = json.loads((out / method / "test.json").read_text())
@@ -268,12 +274,6 @@ def test_the_demo_measures_every_method_by_prompts_that_nothing_saw(short_demo, 
 
     # given again, nothing is made or trained anew
     made = (tmp_path / "demo-made" / "base" / "config.json").stat().st_mtime_ns
-    grade.main([*more.split(), "--output_dir", str(out)])
+    grade.main(words)
     assert capsys.readouterr().out.count("nothing to do") == len(METHODS)
     assert (tmp_path / "demo-made" / "base" / "config.json").stat().st_mtime_ns == made
-
-
-@pytest.mark.slow
-def test_every_method_is_planned(folder, tmp_path, capsys):
-    run(folder, tmp_path, "--method all --plan")
-    assert capsys.readouterr().out.count("plan (computed)") == len(METHODS)

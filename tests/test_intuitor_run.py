@@ -24,7 +24,7 @@ from tests.tiers import slow
 
 MODEL = (
     "--model_size tiny --vocab_size 15 --context_length 16 --rope_theta 1e4 --dtype fp32 "
-    "--device cpu --model_overrides hidden_size=32 num_layers=2 num_heads=2 num_kv_heads=2 "
+    "--device cpu --model_overrides hidden_size=32 num_layers=1 num_heads=2 num_kv_heads=2 "
     "head_dim=16 ffn_size=48 tie_embeddings=false"
 )
 SMALL = "--max_response_length 10 --group_size 4 --global_batch_size 4 --batch_size 2 --lr 1e-3"
@@ -33,11 +33,21 @@ VALIDATED = "--max_steps 4 --eval_every 2 --eval_rows 6"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Prompts in `asked`, and a first model of a few steps in `base`."""
+    """Prompts in `asked`, too few in `few`, too long ones in `long`, and a first model of a few
+    steps in `base`.
+    """
     folder = tmp_path_factory.mktemp("intuitor")
     assert sums.main(["--output", str(folder / "asked"), "--worked", "1"]) == 0
+    write_prompts(folder / "few", 3, 3)
+    write_prompts(folder / "long", 12, 7)
     first_model(folder, folder / "base", 12)
     return folder
+
+
+def write_prompts(out: Path, count: int, tokens: int):
+    """A dataset of documents without answers."""
+    made = [TokenizedDocument(np.array([*range(tokens), 14])) for _ in range(count)]
+    write_dataset(made, out, vocab_size=15, eod_id=14, val_fraction=0)
 
 
 def first_model(folder: Path, out: Path, steps: int):
@@ -175,7 +185,7 @@ def test_an_extended_run_has_the_bits_and_the_reference_of_a_whole_one(
     "flags, said",
     [
         ("--max_response_length 16", "--max_response_length 16 leaves no token of"),
-        slow("--max_response_length 13", "prompt of 6 tokens, and the context leaves 3"),
+        slow("--data {folder}/long", "prompt of 7 tokens, and the context leaves 6"),
         ("--group_size 1", "--group_size 1 is out of range: give a number of at least 2"),
         ("--temperature 0", "--temperature 0 is out of range: give 1e-06 to 1000"),
         ("--temperature nan", "--temperature nan is out of range"),
@@ -183,15 +193,15 @@ def test_an_extended_run_has_the_bits_and_the_reference_of_a_whole_one(
         ("--reward applause", "--reward 'applause' is unknown"),
         ("--length_schedule 8:1,16:1", "unknown flag --length_schedule"),
         ("--attention_type nsa", "--attention_type nsa cannot share a prompt"),
-        slow("--global_batch_size 100000", "fewer than the 100,000 of one step"),
-        ("--checkpoint {}/nothing", "nothing"),
+        slow("--data {folder}/few", "fewer than the 4 of one step"),
+        ("--checkpoint {folder}/nothing", "nothing"),
         ("--vocab_size 16", "--vocab_size 16"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(folder, tmp_path, capsys, flags, said):
     out = tmp_path / "run"
     with pytest.raises(SystemExit) as stop:
-        run(folder, out, flags.format(tmp_path))
+        run(folder, out, flags.format(folder=folder))
     assert stop.value.code == 2
     assert said in capsys.readouterr().err
     assert not out.exists()
@@ -199,8 +209,7 @@ def test_bad_input_is_one_line_and_writes_nothing(folder, tmp_path, capsys, flag
 
 @pytest.mark.slow
 def test_a_reward_by_answers_is_refused_without_them(folder, tmp_path, capsys):
-    made = [TokenizedDocument(np.array([1, 2, n % 9, 14])) for n in range(12)]
-    write_dataset(made, tmp_path / "data", vocab_size=15, eod_id=14, val_fraction=0)
+    write_prompts(tmp_path / "data", 12, 3)
     with pytest.raises(SystemExit) as stop:
         run(folder, tmp_path / "run", f"--data {tmp_path}/data --reward label")
     assert stop.value.code == 2
@@ -219,8 +228,8 @@ def test_clip_is_the_policys():
 @pytest.mark.slow
 def test_a_resume_may_not_change_what_the_policy_learns_from(folder, whole, capsys):
     with pytest.raises(SystemExit):
-        run(folder, whole, "--max_steps 5 --reward random")
-    assert "--reward: recorded self_certainty, now random" in capsys.readouterr().err
+        run(folder, whole, "--max_steps 5 --reward label")
+    assert "--reward: recorded self_certainty, now label" in capsys.readouterr().err
 
 
 # ---- the demo

@@ -94,14 +94,6 @@ def test_what_does_not_fit_is_refused(dataset, longest, rows, words):
         Prompts(dataset, longest=longest, global_batch_rows=rows)
 
 
-def test_an_answer_without_a_prompt_is_refused(tmp_path):
-    made = [document([], [1, 2]) for _ in range(4)]
-    write_dataset(made, tmp_path / "data", vocab_size=10, eod_id=END, val_fraction=0.3, masked=True)
-    bad = open_dataset(tmp_path / "data")
-    with pytest.raises(ValueError, match="no token before its answer"):
-        read_prompt(bad, bad.split("train"), 0, 0)
-
-
 @pytest.mark.parametrize(
     "bad, place", [(document([], [1, 2]), 0), (document([], []), 17), (document([], [1, 2]), 39)]
 )

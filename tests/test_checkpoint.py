@@ -184,6 +184,17 @@ def test_pruning_keeps_the_newest_one_from_which_a_step_was_taken(tmp_path, skip
     assert numbers(tmp_path) == kept
 
 
+def test_every_flipped_bit_of_a_sample_is_found(saved):
+    shard = next(saved.glob("*.safetensors"))
+    content, generator = shard.read_bytes(), torch.Generator().manual_seed(0)
+    for position in torch.randint(len(content), (40,), generator=generator).tolist():
+        broken = bytearray(content)
+        broken[position] ^= 1 << position % 8
+        shard.write_bytes(broken)
+        with pytest.raises(CheckpointError, match="damaged"):
+            verified(saved)
+
+
 def break_file(kind: str, folder):
     shard, manifest = next(folder.glob("*.safetensors")), folder / "manifest.json"
     content = json.loads(manifest.read_text())

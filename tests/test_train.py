@@ -244,6 +244,20 @@ def test_a_sparse_run_resumes_bit_for_bit_and_generates(data, tmp_path, capsys):
     assert "tokens/s" in capsys.readouterr().err
 
 
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(data, tmp_path, capsys):
+    out = tmp_path / "run"
+    train.main(command(data, out, "--max_steps 4 --save_every 2"))
+    weights = final_weights(out)
+    shard = next((out / "step-00000004").glob("rank-*"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    train.main(command(data, out, "--max_steps 4 --save_every 2"))
+    assert "DAMAGED CHECKPOINT" in capsys.readouterr().out
+    assert (out / "step-00000004.corrupt").exists()
+    assert all(torch.equal(value, final_weights(out)[name]) for name, value in weights.items())
+
+
 # ---- bad input
 
 
@@ -258,6 +272,13 @@ def test_triton_without_a_gpu_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
     assert "kernels='triton' was given torch.float32 on cpu" in said
     assert "choose kernels='auto' or 'torch'" in said
+
+
+def test_a_folder_of_another_run_is_not_touched(finished, data, capsys):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    assert "seed: recorded 0, now 1" in refusal(command(data, finished, "--seed 1"), capsys)
+    assert "holds a run" in refusal(command(data, finished, "--resume none"), capsys)
+    assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
 
 
 @pytest.mark.parametrize("attention", ["standard", "nsa"])

@@ -81,7 +81,6 @@ TIERS = {
             setting(STANDARD, 2, UNTIED, batch_size=2, dp_replicate=2),
             setting(STANDARD, 2, FOUR, batch_size=1, context_parallel_mode="ulysses"),
             setting(SPARSE, 2, batch_size=2),
-            setting(STANDARD, 4, batch_size=2),
             setting(
                 STANDARD,
                 4,

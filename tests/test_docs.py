@@ -156,6 +156,7 @@ SMALLER = {
     "--model_size 1.7B --context_length 2048": "--model_size tiny --context_length 2048",
     "--context_length 1024 --max_steps 4": "--context_length 256 --max_steps 4",
     "--lengths 512,1024": "--lengths 128,256",
+    "--attention_type nsa --context_length 131072 --plan": "--attention_type nsa --plan",
 }
 # What README's examples take from the reader.
 READERS_OWN = """

@@ -190,13 +190,10 @@ def test_the_learning_rate_is_that_of_the_whole_run(finished):
     assert rates[:2] == [1.5e-4, 3e-4] and rates == sorted(rates[:2]) + sorted(rates[2:])[::-1]
 
 
-@pytest.mark.parametrize("step", [2, 3])
-def test_a_run_resumed_at_an_edge_and_around_it_ends_with_the_same_bits(
-    finished, corpus, tmp_path, step
-):
-    run(corpus, tmp_path / "run", "--resume", str(finished / f"step-{step:08d}"))
+def test_a_run_resumed_at_an_edge_ends_with_the_same_bits(finished, corpus, tmp_path):
+    run(corpus, tmp_path / "run", "--resume", str(finished / "step-00000002"))
     assert runs.final_bits(tmp_path / "run") == runs.final_bits(finished)
-    assert runs.losses(tmp_path / "run") == runs.losses(finished)[step:]
+    assert runs.losses(tmp_path / "run") == runs.losses(finished)[2:]
 
 
 def test_the_command_around_a_loss_spike_is_that_of_the_whole_run(

@@ -157,8 +157,6 @@ def assert_same(result: dict, truth: dict):
     "changes",
     [
         dict(batch_size=1),
-        dict(batch_size=4, gradient_checkpointing="full"),
-        dict(batch_size=2, loss="chunked"),
         dict(batch_size=1, loss="one_pass"),
     ],
     ids=str,
@@ -252,6 +250,7 @@ SPARSE = dict(
     attention_type="nsa",
     blocks=("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16"),
 )
+SHALLOW = dict(model_overrides=("num_layers=2",))
 SPARSE_SETTINGS = [
     dict(batch_size=1, gradient_checkpointing="full", loss="chunked"),
     dict(batch_size=2, blocks=(*SPARSE["blocks"], "kv=separate", "cmp_kind=mean")),
@@ -261,8 +260,8 @@ SPARSE_SETTINGS = [
 @pytest.mark.slow
 def test_ranks_change_nothing_in_sparse_attention():
     alone = dict(batch_size=ROWS, gradient_checkpointing="none")
-    truths = [train(dist.World(), SPARSE | changes | alone) for changes in SPARSE_SETTINGS]
-    settings = [SPARSE | changes for changes in SPARSE_SETTINGS]
+    settings = [SPARSE | SHALLOW | changes for changes in SPARSE_SETTINGS]
+    truths = [train(dist.World(), changes | alone) for changes in settings]
     for results in run_ranks(train_each, 2, settings):
         for result, truth in zip(results, truths):
             assert_same(result, truth)

@@ -17,6 +17,7 @@ from longhaul.checkpoint.load import load_model, verified
 from model import Decoder, ModelConfig, NSAConfig
 from scripts import convert_qwen3
 from tests.ranks import run_ranks
+from tests.test_start import load_sharded
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers' Qwen3ForCausalLM is the reference"
@@ -310,26 +311,11 @@ def test_loading_into_a_decoder_of_another_size_names_the_field(tmp_path):
         qwen3.load_into(kernels.decoder(small()), tmp_path)
 
 
-def load_sharded(world, folder: str) -> dict[str, torch.Tensor]:
-    """The whole weights of a decoder that FSDP2 shards over `world` and that load_into fills."""
-    from longhaul import dist
-    from longhaul.parallel import apply
-
-    with torch.device("meta"):
-        decoder = kernels.decoder(ModelConfig(**qwen3.read_config(Path(folder))))
-    apply.shard(decoder, dist.data_mesh(world, torch.device("cpu"), 1), torch.float32)
-    decoder.to_empty(device="cpu")
-    decoder.tie_weights()
-    qwen3.load_into(decoder, folder)
-    return {
-        name: parameter.full_tensor().detach() for name, parameter in decoder.named_parameters()
-    }
-
-
 @pytest.mark.slow
 def test_weights_load_into_a_sharded_decoder(tmp_path):
     saved(tmp_path, tie_word_embeddings=True)
-    whole = dict(qwen3.from_hf(tmp_path).named_parameters())
+    parameters = qwen3.from_hf(tmp_path).named_parameters()
+    whole = {f"model.{name}": parameter for name, parameter in parameters}
     for gathered in run_ranks(load_sharded, 2, str(tmp_path)):
         assert_same_tensors(gathered, whole)
 

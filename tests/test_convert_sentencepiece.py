@@ -11,9 +11,7 @@ import pytest
 import sentencepiece
 
 from data.convert_sentencepiece import hash_as_json, last_parts, read_pieces, tokenizer_json
-from data.corpus import embedded_files, read_corpus
 from data.hugging_face import hash_of_file
-from data.sources import by_directory
 from data.tokenizer import TRAIN_SETTINGS, Tokenizer, train
 from tests.test_data_tokenizer import DIFFICULT, TRAINING
 
@@ -126,15 +124,6 @@ def test_a_model_with_tokens_that_are_found_before_all_others_has_the_same_ids(t
     for text in [*DIFFICULT, *random_texts(1, 3000, [*symbols, *spelled(ours)])]:
         assert_same(ours, theirs, text)
     assert len(kept) == 4
-
-
-def test_a_sample_of_the_embedded_corpus_has_the_same_ids(larger, tmp_path):
-    theirs = converted(larger.path, tmp_path)
-    files, _ = read_corpus(embedded_files(300_000), report=lambda line: None)
-    documents = list(by_directory(files))
-    assert documents
-    for document in documents:
-        assert_same(larger, theirs, document.text)
 
 
 def test_a_pair_of_another_place_in_the_list_changes_ids(small, tmp_path):

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,25 +13,12 @@ import pytest
 
 from data import corpus
 from data.corpus import SourceFile, embedded_files, prepare_embedded, read_verified
-from data.dataset import Dataset
 from data.loader import IGNORE, Loader
 from data.manifest import IntegrityError
-from data.tokenizer import Tokenizer
+from tests.test_data_prepare import texts_of
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"vocab_size": 512, "max_bytes": 400_000, "workers": 1}
-
-
-def texts_of(dataset: Dataset) -> list[str]:
-    """The text of every document, training first."""
-    tokenizer = Tokenizer(dataset.tokenizer_path)
-    found = []
-    for split in dataset.splits.values():
-        for d in range(split.num_documents):
-            ids = split.read(d, 0, 10**9).tolist()
-            assert ids[-1] == dataset.eod_id and dataset.eod_id not in ids[:-1]
-            found.append(tokenizer.decode(ids))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +78,8 @@ def test_a_changed_file_of_a_package_is_refused(tmp_path):
         read_verified(good)
 
 
-def test_a_damaged_cache_says_what_to_delete(tmp_path):
+def test_a_damaged_cache_says_what_to_delete(cache, tmp_path):
+    shutil.copytree(cache, tmp_path, dirs_exist_ok=True)
     dataset = prepare_embedded(tmp_path, **SMALL)
     with open(dataset.path / "shard-00000.bin", "ab") as file:
         file.write(b"\0")

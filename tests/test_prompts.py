@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from data import recall
 from data.dataset import open_dataset
 from data.loader import IGNORE, Batch
 from data.prompts import Prompts, read_prompt, require_one_length
@@ -116,15 +115,6 @@ def test_the_answer_is_the_first_run_of_learned_tokens(tmp_path):
     found = open_dataset(tmp_path / "data")
     for prompt in all_prompts(found, "train"):
         assert prompt.tokens.tolist() == [1] and prompt.answer.tolist() == [2]
-
-
-def test_a_document_of_recall_asks_for_one_value(tmp_path):
-    flags = ["--lengths", "32:4", "--tokens", "2000", "--output", str(tmp_path / "data")]
-    assert recall.main(flags) == 0
-    found = open_dataset(tmp_path / "data")
-    for prompt in all_prompts(found, "train"):
-        assert prompt.tokens[-1] in recall.KEYS
-        assert len(prompt.answer) == 1 and prompt.answer[0] in recall.VALUES
 
 
 def test_prompts_of_several_lengths_are_named(tmp_path):

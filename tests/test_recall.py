@@ -46,15 +46,13 @@ def test_every_answer_is_the_value_behind_the_one_earlier_pair_of_its_key(form, 
         assert set(tokens[learned]) <= set(VALUES) and not learned[0]
 
 
-def test_pairs_stand_at_random_places_in_noise_and_are_asked_at_the_end():
+def test_pairs_stand_in_noise_and_are_asked_at_the_end():
     tokens, learned = made()
     asked = FORM.asked
     assert asked == 9 and learned.sum() == asked
     assert np.flatnonzero(learned).tolist() == list(range(FORM.length - 2 * asked, 63, 2))
     body = tokens[: FORM.length - 1 - 2 * asked]
     assert sum(token in NOISE for token in body) == len(body) - 2 * FORM.pairs
-    firsts = [np.flatnonzero(np.isin(made(seed=seed)[0], KEYS))[0] for seed in range(50)]
-    assert len(set(firsts)) > 8
 
     # in the order of the places, answers would be at a fixed distance
     keys = tokens[np.isin(tokens, KEYS)]

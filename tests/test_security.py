@@ -60,9 +60,9 @@ def foreign_code(tree: ast.AST) -> list[str]:
     """Calls in a module that can run code from a file or a string, as line:call."""
     found = []
     for node in ast.walk(tree):
-        if ast.unparse(node) == "from pickle import dumps":  # which only writes
-            continue
         if isinstance(node, (ast.Import, ast.ImportFrom)):
+            if ast.unparse(node) == "from pickle import dumps":  # which only writes
+                continue
             names = (
                 [node.module or ""]
                 if isinstance(node, ast.ImportFrom)

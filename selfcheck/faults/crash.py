@@ -200,7 +200,7 @@ def power_loss(trials: int, folder: Path) -> str:
     """Row 3."""
     recorded, again = folder / "recorded", folder / "again"
     recorded.mkdir()
-    log, shards = record(recorded, 4)
+    log, shards = record(recorded, 3)
     states = replay(recorded, log, shards, again)
     try:
         replay(recorded, [entry for entry in log if entry[0] != "fsync"], shards, again)

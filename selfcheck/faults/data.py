@@ -80,11 +80,12 @@ def truncated(trials: int, folder: Path) -> str:
 
 def mismatch(trials: int, folder: Path) -> str:
     """Row 33: another tokenizer next to the ids, and a run continued on ids of another."""
-    model = shared_tokenizer(folder)
+    model = folder / "shared.model"
     (folder / "text").mkdir()
     for seed in range(30):
         (folder / "text" / f"{seed}.txt").write_text(text_of(seed))
-    for name in ("one", "two"):
+    for name, seeds in (("one", range(20)), ("two", range(50, 90))):
+        tokenizer.train([text_of(seed) for seed in seeds], 300, model)
         require(
             prepared(
                 folder, "--input", folder / "text", "--output", folder / name, "--tokenizer", model
@@ -92,7 +93,6 @@ def mismatch(trials: int, folder: Path) -> str:
             == 0,
             "preparation failed",
         )
-        tokenizer.train([text_of(seed) for seed in range(50, 90)], 300, model)
     flags = ("--vocab_size", "300", *ONE_STEP)
     trains(folder / "one", folder / "run", "--vocab_size", "300")
     refused(

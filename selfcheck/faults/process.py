@@ -27,7 +27,7 @@ from selfcheck.faults import crash, runs
 from selfcheck.faults.rows import Row, require
 
 ROOT = Path(__file__).parent.parent.parent
-STEPS = ["--max_steps", "12", "--save_every", "3"]
+STEPS = ["--max_steps", "8", "--save_every", "3"]
 ENDLESS = ["--max_steps", "1000000", "--save_every", "1000000", "--schedule", "constant"]
 
 
@@ -110,7 +110,7 @@ def killed_while_pruning(trials: int, folder: Path) -> str:
     """Row 12: in the middle of deleting an old checkpoint, and just before and after the rename
     that begins it.
     """
-    source, more = whole_run(folder, "--max_steps", "5", "--save_every", "1")
+    source, more = whole_run(folder, "--max_steps", "4", "--save_every", "1")
     for name, fault in dict(
         half=crash.half_deleted, renamed=crash.before_deleting, standing=crash.before_pruning
     ).items():
@@ -222,7 +222,7 @@ def compiling(marker: Path):
 
 
 PHASES = {  # where the run is when the signal comes: (flags, what holds it there)
-    "step": ([], lambda marker: held(step, "count_valid", marker, 0.3, 6)),
+    "step": ([], lambda marker: held(step, "count_valid", marker, 0.3, 5)),
     "between micro-batches": (
         ["--gradient_accumulation_steps", "4"],
         lambda marker: held(step.Decoder, "forward", marker, 0.3, 18),
@@ -244,6 +244,7 @@ def terminated(trials: int, folder: Path) -> str:
     source = runs.dataset(folder / "data")
     wholes: dict[tuple, Path] = {}
     for phase, (flags, hold) in PHASES.items():
+        runs.plan_once(*STEPS, *flags)
         inside = folder / phase.replace(" ", "-")
         inside.mkdir()
         marker, more = inside / "marker", [*STEPS, *flags]
@@ -301,7 +302,7 @@ def preparing(folder: Path):
             cache_dir=folder / "cache",
             workers=1,
         )
-        held(data.corpus, "build_dataset", marker, 1)
+        held(data.corpus, "build_dataset", marker, 0.3)
 
     args = [
         *runs.SMALL,
@@ -365,8 +366,8 @@ def terminated_group(trials: int, folder: Path) -> str:
 
 def slow_down(step_marker: Path, save_marker: Path):
     """In the child: hold a step for a moment and a save for long, and mark that they began."""
-    # the plan's simulation asks twice; the fourth step comes after the first checkpoint
-    held(step, "count_valid", step_marker, 0.3, 6)
+    # the fifth step comes after the first checkpoint, and no other is due then
+    held(step, "count_valid", step_marker, 0.3, 5)
     held(durable, "rename", save_marker, 30, 5)
 
 
@@ -428,7 +429,8 @@ def impatient_launcher(trials: int, folder: Path) -> str:
             args = runs.arguments(source, folder / name, *STEPS, *more)
             ranks = runs.start_ranks(args, folder / f"{name}.log", size, partial(slow_steps, 3))
             runs.wait_for(lambda out=folder / name: runs.steps_logged(out) > 1)
-            time.sleep(draw.uniform(0, 0.8 * SLOW))
+            # what is left of the micro-batch is longer than the launcher waits
+            time.sleep(draw.uniform(0, 0.3 * SLOW))
             longest = max(longest, stopped_in_time(folder / name, ranks))
     again_with_ranks(folder, source, 2)
     named_although_asked(folder / "lost", source)
@@ -549,7 +551,7 @@ ROWS: list[Row] = [
         "kill -9 at random moments",
         "bit-identical finals",
         killed_at_random,
-        5,
+        3,
         1000,
     ),
     Row(

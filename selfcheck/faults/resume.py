@@ -33,6 +33,8 @@ def extended(
     for ranks, last, flags in parts:
         args = runs.arguments(source, folder / name, *CONSTANT, *flags, "--max_steps", str(last))
         log = folder / f"{name}-{last}"
+        if ranks == 1:
+            runs.plan_once(*args)
         for child in (
             runs.start_ranks(args, log, ranks, **options)
             if ranks > 1
@@ -68,26 +70,24 @@ def epochs(trials: int, folder: Path) -> str:
     source = runs.dataset(folder / "data", 16)
     epoch = loader.Loader(runs.data.dataset.open_dataset(source), runs.CONTEXT, 2).rows_per_epoch
     steps = math.ceil(epoch / 2)  # of two rows
-    moments = dict(
-        last_batch=steps - 1,
-        boundary=steps,
-        third_epoch=2 * steps + 2,
-    )
+    moments = steps - 1, steps, 2 * steps + 2
     total, batch = 2 * steps + 4, ["--global_batch_size", "2"]
     whole = extended(
         folder, source, "whole", [(1, total, batch)], before=partial(noting, folder / "rows")
     )
-    for name, moment in moments.items():
-        parts = extended(
-            folder,
-            source,
-            name,
-            [(1, moment, batch), (1, total, batch)],
-            before=partial(noting, folder / f"rows-{name}"),
-        )
-        require(noted(folder / f"rows-{name}") == noted(folder / "rows"), f"{name}: other rows")
-        require(runs.same_end(parts, whole), f"{name}: other bits")
-    return f"{epoch} rows an epoch; resumed at {', '.join(moments)}: same rows, same bits"
+    parts = extended(
+        folder,
+        source,
+        "parts",
+        [(1, last, batch) for last in (*moments, total)],
+        before=partial(noting, folder / "rows-parts"),
+    )
+    require(noted(folder / "rows-parts") == noted(folder / "rows"), "other rows")
+    require(runs.same_end(parts, whole), "other bits")
+    return (
+        f"{epoch} rows an epoch; resumed at the last batch, the end and in the third epoch: same "
+        "rows, same bits"
+    )
 
 
 def worlds(trials: int, folder: Path) -> str:
@@ -105,12 +105,12 @@ def worlds(trials: int, folder: Path) -> str:
         out = extended(folder, source, name, parts, before=partial(noting, folder / f"rows-{name}"))
         require(noted(folder / f"rows-{name}") == noted(folder / "rows2"), f"{name}: other rows")
         require(same_weights(out, one), f"{name}: other bits than one process")
-    extended(folder, source, "six", [(1, 6, six)], before=partial(noting, folder / "rows6"))
+    extended(folder, source, "six", [(1, 4, six)], before=partial(noting, folder / "rows6"))
     extended(
         folder,
         source,
         "three",
-        [(2, 3, six), (3, 6, six)],
+        [(2, 2, six), (3, 4, six)],
         before=partial(noting, folder / "rows-three"),
     )
     require(noted(folder / "rows-three") == noted(folder / "rows6"), "2 -> 3 ranks: other rows")
@@ -362,27 +362,29 @@ def killed_between_lengths(trials: int, folder: Path) -> str:
     """Row 50: after `trials` of 6 steps, before they are saved, and between two stages."""
     source = runs.dataset(folder / "data", 400)
     flags = [*LENGTHS, "--global_batch_size", "2", "--save_every", "1", "--eval_every", "2"]
-    for ranks, deaths in {1: range(1, 7, 6 // trials), 2: ()}.items():
-        whole = folder / f"whole-{ranks}"
-        codes = lives(runs.arguments(source, whole, *flags), ranks)
-        require(codes == [0] * ranks, f"the run that nothing happens to ended with {codes}")
-
-        moments = dict(edges=[dying_at_an_edge, dying_at_an_edge])
-        if deaths:
-            moments["steps"] = [partial(dying_after, step) for step in deaths]
-        for name, faults in moments.items():
-            out = folder / f"{name}-{ranks}"
-            args = runs.arguments(source, out, *flags)
-            for fault in faults:
-                require(0 not in lives(args, ranks, fault), f"{name}: it was not killed")
-            codes = lives(args, ranks)
-            require(codes == [0] * ranks, f"{name}: continued, it ended with {codes}")
-            require(runs.same_end(out, whole), f"{name}, {ranks} rank(s): other bits")
+    edge = dying_at_an_edge
+    steps = [partial(dying_after, step) for step in range(1, 7, 6 // trials)]
+    end_alike(folder, source, flags, 1, [edge, edge], steps)
+    end_alike(folder, source, flags, 2, [edge])
     return (
         f"three stages of 2 steps, killed after {trials} steps and at both edges, on 2 ranks at "
-        "both edges: "
-        "weights, moments and losses of the undisturbed run"
+        "the first edge: weights, moments and losses of the undisturbed run"
     )
+
+
+def end_alike(folder: Path, source: Path, flags: list[str], ranks: int, *deaths: list[Callable]):
+    """Run once undisturbed and once for each of `deaths`, which kill one life of a run each: all
+    must end with the same bits.
+    """
+    whole = folder / f"{ranks}-ranks-0"
+    for number, faults in enumerate([[], *deaths]):
+        out = folder / f"{ranks}-ranks-{number}"
+        args = runs.arguments(source, out, *flags)
+        for fault in faults:
+            require(0 not in lives(args, ranks, fault), f"{out.name}: it was not killed")
+        codes = lives(args, ranks)
+        require(codes == [0] * ranks, f"{out.name} ended with {codes}")
+        require(runs.same_end(out, whole), f"{out.name}: other bits")
 
 
 def lives(args: list[str], ranks: int, before: Callable = lambda: None) -> list[int]:
@@ -390,6 +392,7 @@ def lives(args: list[str], ranks: int, before: Callable = lambda: None) -> list[
     out = Path(args[args.index("--output_dir") + 1])
     log = out.with_name(f"{out.name}.log")
     if ranks == 1:
+        runs.plan_once(*args)
         return [runs.start(args, log, before).wait()]
     return [child.wait() for child in runs.start_ranks(args, log, ranks, before)]
 
@@ -422,18 +425,7 @@ def killed_around_the_warmup(trials: int, folder: Path) -> str:
     source = runs.dataset(folder / "data")
     flags = [*INDEXED, "--indexer_warmup", "2", "--max_steps", "4", "--save_every", "1"]
     for ranks, deaths in {1: (1, 2, 3), 2: (2,)}.items():
-        whole = folder / f"whole-{ranks}"
-        codes = lives(runs.arguments(source, whole, *flags), ranks)
-        require(codes == [0] * ranks, f"the run that nothing happens to ended with {codes}")
-
-        out = folder / f"killed-{ranks}"
-        args = runs.arguments(source, out, *flags)
-        for step_done in deaths:
-            codes = lives(args, ranks, partial(dying_after, step_done))
-            require(0 not in codes, f"it was not killed after step {step_done}")
-        codes = lives(args, ranks)
-        require(codes == [0] * ranks, f"continued, it ended with {codes}")
-        require(runs.same_end(out, whole), f"{ranks} rank(s): other bits")
+        end_alike(folder, source, flags, ranks, [partial(dying_after, step) for step in deaths])
     return (
         "killed in the warm-up, at its last step and behind it on 1 rank, at its last step on 2: "
         "weights, moments and losses of the undisturbed run"

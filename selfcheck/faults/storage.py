@@ -16,7 +16,7 @@ from longhaul.run import log
 from selfcheck.faults import crash, disks, runs
 from selfcheck.faults.rows import Row, require
 
-STEPS = ["--max_steps", "9", "--save_every", "3"]
+STEPS = ["--max_steps", "7", "--save_every", "3"]
 
 
 # --------------------------------------------------------------------------------------------- full

@@ -259,6 +259,16 @@ def test_model_py_alone_in_an_empty_folder_trains_and_generates_with_both_attent
     assert done.stdout == "trained and generated\n", done.stderr
 
 
+@pytest.mark.slow
+def test_no_door_imports_the_compiler():
+    """It takes a second of each start, of commands that end with a refusal, too."""
+    doors = (
+        "train, verify_chunked_loss, scripts.evaluate, longhaul.sparse, longhaul.vocab, footprint"
+    )
+    program = f"import sys, {doors}; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
 def flags_of(text: str) -> set[str]:
     """Flags of the train.py commands in a text (continuation lines joined)."""
     commands = re.findall(r"train\.py[^\n`|#]*", text.replace("\\\n", " "))

@@ -76,6 +76,9 @@ def test_a_changed_file_of_a_package_is_refused(tmp_path):
     (tmp_path / "a.py").write_text("x = 2\n")
     with pytest.raises(IntegrityError, match="reinstall numpy"):
         read_verified(good)
+    (tmp_path / "a.py").unlink()
+    with pytest.raises(IntegrityError, match="reinstall numpy"):
+        read_verified(good)
 
 
 def test_a_damaged_cache_says_what_to_delete(cache, tmp_path):

@@ -370,6 +370,15 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(dataset, 
     assert not out.exists()
 
 
+def test_a_resumed_run_goes_on_without_what_cannot_be_measured(dataset, tmp_path):
+    out = tmp_path / "run"
+    flags = ["--eval_every", "1", "--context_length", "20", "--evals"]
+    train.main(arguments(dataset, out, *flags, "loss", "--max_steps", "1"))
+    train.main(arguments(dataset, out, *flags, "loss,retrieval", "--max_steps", "2"))
+    first, last = records(out)
+    assert "retrieval" in last["left_out"] and "loss" in last
+
+
 # --------------------------------------------------------------------------- several ranks
 
 

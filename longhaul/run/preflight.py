@@ -114,7 +114,7 @@ def preflight(
         cfg = resume.with_skips(checkpoint, cfg, loader)
         resume.check_position(checkpoint, loader, cfg)
     loader = loader.without(order.parse_ranges(cfg.skip_rows))
-    if cfg.eval_every:
+    if cfg.eval_every and checkpoint is None:  # a resumed run leaves out what it cannot measure
         dist.on_rank0(lambda: check_evals(cfg, config, corpora), world)
     stamps = dist.on_rank0(lambda: verify_data(corpora, record), world)
 

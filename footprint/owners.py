@@ -1,5 +1,7 @@
 """What each storage of a trace is: a parameter, a gradient, an optimizer state, an activation."""
 
+import bisect
+import math
 from collections.abc import Iterator
 
 import torch
@@ -8,7 +10,16 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from footprint.places import OPTIMIZER, StepTracker, local
+from footprint.places import (
+    BACKWARD,
+    FORWARD,
+    LOSS,
+    OPTIMIZER,
+    RECOMPUTE,
+    StepTracker,
+    local,
+)
+from footprint.trace import Trace, phase_of
 
 DEEPEST = 6  # levels of lists, dictionaries and objects in which models are looked for
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device)
@@ -77,6 +88,7 @@ def label(
     origins: id of a storage that was alive before the step -> the phase that made it.
     """
     owned = dict(_owned(tracker, state))
+    kept, inputs = _kept_and_inputs(tracker.trace)
     for identity, storage in tracker.trace.storages.items():
         if identity in owned:
             storage.category, storage.module = owned[identity]
@@ -84,10 +96,45 @@ def label(
             storage.category = "gradient"
         elif storage.category == "unsharded":
             continue
-        elif identity in origins:
-            storage.category = "optimizer" if origins[identity] == OPTIMIZER else "input"
-        elif not storage.category:
-            storage.category = "temporary"
+        elif origins.get(identity) == OPTIMIZER:
+            storage.category = "optimizer"
+        elif identity in inputs or identity in origins:
+            storage.category = "input"
+        else:
+            storage.category = "activation" if identity in kept else "temporary"
+
+
+def _kept_and_inputs(trace: Trace) -> tuple[set[int], set[int]]:
+    """Storages that are made outside of the backward and are alive when the next backward starts,
+    or that outlive the recomputation that made them; and those that are made before a forward,
+    outside of it, and are alive when it starts.
+    """
+    born = {event.storage: event.time for event in trace.events if event.bytes > 0}
+    died = {event.storage: event.time for event in trace.events if event.bytes < 0}
+    ends = [time for time, _ in trace.phases]
+    backwards = [time for time, phase in trace.phases if phase == BACKWARD]
+    forwards = [time for time, phase in trace.phases if phase == FORWARD]
+
+    kept, inputs = set(), set()
+    for identity, storage in trace.storages.items():
+        life = born.get(identity, 0), died.get(identity, math.inf)
+        made = phase_of(storage.stage)
+        until_backward = made in (FORWARD, LOSS) and _reaches(*life, backwards)
+        if until_backward or (made == RECOMPUTE and _reaches(*life, ends)):
+            kept.add(identity)
+        elif made not in (BACKWARD, OPTIMIZER) and _reaches(*life, forwards):
+            inputs.add(identity)
+    return kept, inputs
+
+
+def _reaches(
+    born: int,
+    died: float,
+    marks: list[int],
+) -> bool:
+    """Whether what is made and freed at these times is alive at the next of the marks."""
+    following = bisect.bisect_right(marks, born)
+    return following < len(marks) and died >= marks[following]
 
 
 def _owned(tracker: StepTracker, state: object) -> Iterator[tuple[int, tuple[str, str]]]:

@@ -114,22 +114,8 @@ class StepTracker(Tracker):
             self.graph_task = task
         phase, module = self._place(task != -1)
         stage = stage_name(phase, module, self.depth)
-        if phase != phase_of(self.stage):
-            self._categorise(phase)
         if stage != self.stage or module != self.module:
             self.enter(stage, module)
-
-    def _categorise(self, begins: str) -> None:
-        """What is alive when a phase begins: kept for the backward, or an input of the forward."""
-        for identity in self.held:
-            storage = self.trace.storages[identity]
-            made = phase_of(storage.stage)
-            if storage.category:
-                continue
-            if made == RECOMPUTE or (begins == BACKWARD and made in (FORWARD, LOSS)):
-                storage.category = "activation"
-            elif begins == FORWARD and made not in (BACKWARD, OPTIMIZER):
-                storage.category = "input"
 
     def _place(self, backward: bool) -> tuple[str, str]:
         if self.in_optimizer:

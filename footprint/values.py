@@ -133,7 +133,9 @@ class KnownValues:
         if storage is None or tensor.is_complex():
             return None
         layout = tensor.storage_offset(), tensor.shape, tensor.stride()
-        if storage.nbytes() < fake.nbytes():
+        if storage.nbytes() < fake.nbytes():  # one of many that are equal
+            if tensor.numel() * tensor.itemsize < fake.nbytes():
+                return None
             layout = 0, ()
         with _disable_current_modes():
             return torch.empty(0, dtype=tensor.dtype).set_(storage, *layout)
@@ -173,8 +175,9 @@ class KnownValues:
         if real is None or self.is_drawn(args[0]):
             return None
         with unset_fake_temporarily():
-            count = int(torch.count_nonzero(real))
-        return args[0].new_empty((real.dim(), count), dtype=torch.int64).t()
+            alike = args[0].numel() // max(real.numel(), 1)
+            count = int(torch.count_nonzero(real)) * alike
+        return args[0].new_empty((args[0].dim(), count), dtype=torch.int64).t()
 
     def copied(self, tensor: Tensor, memo: dict) -> Tensor:
         """copy.deepcopy of a tensor, which would copy PyTorch's own twin as if it were fake."""

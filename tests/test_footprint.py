@@ -117,6 +117,7 @@ def test_numbers_that_are_tested_are_finite_however_many_and_known_ones_are_what
         many = model(torch.randn(600, 600))
         found.append([bool(torch.isfinite(many).all()), bool(many.isnan().any())])
         found.append(torch.isinf(torch.tensor([1.0, math.inf])).tolist())
+        assert torch.isfinite(many).nonzero().shape == (many.numel(), many.dim())
 
     predict(lambda: torch.nn.Linear(600, 600), step, "cpu")
     assert found[:2] == [[True, False], [False, True]]
@@ -207,6 +208,21 @@ def test_parameters_gradients_states_inputs_and_activations_are_told_apart():
     assert report.stages["head forward"]["input"] == row
     assert report.stages["layers.* forward"]["activation"] > parameters
     assert "activation" not in report.stages["start"]
+
+
+def test_what_a_model_keeps_is_no_input_of_the_loss_module_behind_it():
+    def build():
+        model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU())
+        return model, torch.nn.MSELoss()
+
+    def step(state):
+        model, criterion = state
+        images, targets = torch.randn(500, 64), torch.randn(500, 128)
+        criterion(model(images), targets).backward()
+
+    at_loss = predict(build, step, "cpu").stages["forward"]
+    assert at_loss["input"] == 4 * 500 * (64 + 128)
+    assert at_loss["activation"] >= 4 * 500 * 128
 
 
 def test_values_that_follow_from_constants_are_those_of_a_real_step():

@@ -280,7 +280,6 @@ def spike(trials: int, folder: Path) -> str:
             "--gradient_accumulation_steps",
             "2",
         )
-        runs.plan_once(*args)
         child = runs.finish(args, folder / f"{trial}.log", 0, at({bad}, None, _thrice))
         found = [line for line in child.words().splitlines() if "LOSS SPIKE" in line]
         require(

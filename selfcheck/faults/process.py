@@ -244,7 +244,6 @@ def terminated(trials: int, folder: Path) -> str:
     source = runs.dataset(folder / "data")
     wholes: dict[tuple, Path] = {}
     for phase, (flags, hold) in PHASES.items():
-        runs.plan_once(*STEPS, *flags)
         inside = folder / phase.replace(" ", "-")
         inside.mkdir()
         marker, more = inside / "marker", [*STEPS, *flags]

@@ -33,8 +33,6 @@ def extended(
     for ranks, last, flags in parts:
         args = runs.arguments(source, folder / name, *CONSTANT, *flags, "--max_steps", str(last))
         log = folder / f"{name}-{last}"
-        if ranks == 1:
-            runs.plan_once(*args)
         for child in (
             runs.start_ranks(args, log, ranks, **options)
             if ranks > 1
@@ -392,7 +390,6 @@ def lives(args: list[str], ranks: int, before: Callable = lambda: None) -> list[
     out = Path(args[args.index("--output_dir") + 1])
     log = out.with_name(f"{out.name}.log")
     if ranks == 1:
-        runs.plan_once(*args)
         return [runs.start(args, log, before).wait()]
     return [child.wait() for child in runs.start_ranks(args, log, ranks, before)]
 

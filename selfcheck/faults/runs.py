@@ -29,7 +29,8 @@ from base.flags import underscored
 from data.writer import write_dataset
 from longhaul import cli
 from longhaul.config import TrainConfig
-from longhaul.memory import plan as planner
+from longhaul.flops import step_seconds
+from longhaul.memory.needs import needs
 from selfcheck.faults.rows import require
 from tests.ranks import free_port
 
@@ -75,16 +76,14 @@ def arguments(folder: Path, out: Path, *more: str) -> list[str]:
     return [*SMALL, "--data", str(folder), "--output_dir", str(out), *more]
 
 
-def plan_once(*more: str):
-    """Plan a small run of one rank here, as each with these flags would in its own process: two
-    thirds of the CPU time that it takes. On one thread: those that are started here, no child would
-    have.
-
-    Not for several ranks: what PyTorch remembers of the first would be inherited by the others.
+def plan_once():
+    """Plan a small run here, as each of them would in its own process: two thirds of the CPU time
+    that it takes. On one thread: those that are started here, no child would have.
     """
     torch.set_num_threads(1)
-    cfg = cli.parse(TrainConfig, last_given([*SMALL, *more]))
-    planner.plan(cfg, cfg.model(), longhaul.dist.World(), torch.device("cpu")).table()
+    cfg = cli.parse(TrainConfig, SMALL)
+    step_seconds(cfg, cfg.model(), 1, "cpu")
+    needs(cfg, 1)
 
 
 def last_given(args: list[str]) -> list[str]:

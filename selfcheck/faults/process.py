@@ -550,7 +550,7 @@ ROWS: list[Row] = [
         "kill -9 at random moments",
         "bit-identical finals",
         killed_at_random,
-        3,
+        5,
         1000,
     ),
     Row(

@@ -482,11 +482,11 @@ def write_hf(
     """
     folder = Path(folder).resolve()
     settings = _settings(config, (weight.dtype for weight in weights.values()), context)
-    generation = dict(sampling)
     if eod_id is not None:
-        ends = dict(bos_token_id=eod_id, eos_token_id=eod_id, pad_token_id=eod_id)
-        generation = ends | generation
-        settings |= dict(bos_token_id=generation["bos_token_id"], eos_token_id=eod_id)
+        settings |= dict(
+            bos_token_id=sampling.get("bos_token_id", eod_id),
+            eos_token_id=eod_id,
+        )
     if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder} exists and is not an empty folder: choose another output")
 
@@ -494,8 +494,9 @@ def write_hf(
         named = {hf_name(name): weight for name, weight in weights.items()}
         _write_weights(named, temporary, shard_bytes)
         _write_json(settings, temporary / "config.json")
-        if generation:
-            _write_json(generation, temporary / "generation_config.json")
+        if eod_id is not None:
+            ends = dict(bos_token_id=eod_id, eos_token_id=eod_id, pad_token_id=eod_id)
+            _write_json(ends | dict(sampling), temporary / "generation_config.json")
         for name, content in files.items():
             (temporary / name).write_bytes(content)
 

@@ -111,9 +111,10 @@ def _kept_and_inputs(trace: Trace) -> tuple[set[int], set[int]]:
     """
     born = {event.storage: event.time for event in trace.events if event.bytes > 0}
     died = {event.storage: event.time for event in trace.events if event.bytes < 0}
-    ends = [time for time, _ in trace.phases]
-    backwards = [time for time, phase in trace.phases if phase == BACKWARD]
-    forwards = [time for time, phase in trace.phases if phase == FORWARD]
+    phases = trace.phases
+    ends = [time for time, _ in phases]
+    backwards = [time for time, phase in phases if phase == BACKWARD]
+    forwards = [time for time, phase in phases if phase == FORWARD]
 
     kept, inputs = set(), set()
     for identity, storage in trace.storages.items():

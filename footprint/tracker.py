@@ -49,16 +49,15 @@ NO_STORAGE = -1
 
 def sum_of_gradients(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """The sum of two gradients of one tensor, as autograd's engine makes it without a mode: in
-    place if the engine holds the last reference.
+    place if the engine holds the last reference to the older one and to its storage.
 
     Under a dispatch mode the engine adds into a third tensor, which the real step does not have.
     Two references to the storage and four to the tensor are those of this call itself.
     """
-    for total, other in ((old, new), (new, old)):
-        storage_uses = torch._C._storage_Use_Count(total.untyped_storage()._cdata)
-        is_last = storage_uses == 2 and total._use_count() == 4
-        if is_last and aten.is_non_overlapping_and_dense(total):
-            return total.add_(other)
+    storage_uses = torch._C._storage_Use_Count(old.untyped_storage()._cdata)
+    is_last = storage_uses == 2 and old._use_count() == 4
+    if is_last and aten.is_non_overlapping_and_dense(old):
+        return old.add_(new)
     return old + new
 
 

@@ -26,6 +26,7 @@ from benchmarks import footprint as benchmark
 from footprint import Recording, Refused, Report, measure, predict, probe, unknown
 from tests.footprint_models import (
     STEPS,
+    WIDTH,
     Transformer,
     images,
     mlp,
@@ -58,6 +59,23 @@ def check_peak(build, step):
 def test_the_predicted_peak_is_what_the_allocator_records(name):
     recorded = measure(*STEPS[name])
     assert predicted(name, "cpu").peak == pytest.approx(recorded, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("again", [torch.square, lambda w: w.view(4, 4, WIDTH, WIDTH).exp()])
+def test_two_gradients_are_summed_in_place_only_where_the_older_is_no_view(again):
+    def build():
+        model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        return model, torch.optim.SGD(model.parameters())
+
+    def step(state):
+        model, optimizer = state
+        repeated = model.weight.repeat(16, 1, 1).softmax(-1)
+        product = torch.bmm(repeated, repeated.detach()[:, :, :8])
+        (product.square().mean() + again(repeated).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    check_peak(build, step)
 
 
 @pytest.mark.parametrize("name", few_fast(["checkpointing, reentrant", "AdamW foreach"], 2))

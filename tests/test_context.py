@@ -17,7 +17,7 @@ from longhaul.kernels import sdpa
 from longhaul.parallel import context
 from longhaul.parallel.parts import attention_part, attention_part_backward
 from tests.ranks import run_ranks
-from tests.test_parallel import ROWS, assert_same, train
+from tests.test_parallel import ROWS, assert_same, built, train
 
 T = 72  # divides by 2 x 4 ranks; every chunk boundary falls inside a document
 STANDARD = dict(context_length=T)
@@ -260,28 +260,6 @@ def test_the_shards_of_a_row_are_all_of_it_once_and_equal(mode):
         assert len({int((part + 1).sum()) for part in parts}) == 1
 
 
-def test_the_pieces_of_all_ranks_meet_each_causal_pair_of_a_document_once():
-    ends, meetings = (
-        torch.tensor([0, 5, 6, 36, T, T + 50, 2 * T]),
-        torch.zeros(2, T, T, dtype=torch.int),
-    )
-    for rank in range(4):
-        shard = context.Shard("gather_kv", rank, 4)
-        token = shard.cut(torch.arange(T)[None])[0]
-        for rows, queries, past, own in context.pieces(ends, (2, T), shard):
-            assert torch.equal(token[queries], torch.arange(T)[own])
-            meetings[rows, own, past] += 1
-            meetings[rows, own, own] += torch.ones(
-                own.stop - own.start, own.stop - own.start, dtype=torch.int
-            ).tril()
-    lengths = ends.diff().tolist()
-    for row, part in ((0, lengths[:4]), (1, lengths[4:])):
-        assert torch.equal(
-            meetings[row],
-            torch.block_diag(*(torch.ones(n, n, dtype=torch.int).tril() for n in part)),
-        )
-
-
 def test_the_attention_of_a_gpu_is_called_as_its_signature_says():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -324,9 +302,7 @@ def edges() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def losses_of_shared_rows(world: dist.World, changes: dict) -> dict:
     cfg = TrainConfig(**SIZES | changes)
-    state = step.build(
-        cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1)
-    )
+    state = built(world, cfg)
     tokens, labels, doc_ids = edges()
     other = tokens.clone()
     other[:, 50:] = 210 - other[:, 50:]
@@ -399,9 +375,7 @@ def memory(world: dist.World, changes: dict, length: int) -> dict:
     cfg = TrainConfig(
         **SIZES | dict(context_length=length, gradient_checkpointing="none") | changes
     )
-    state = step.build(
-        cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1)
-    )
+    state = built(world, cfg)
     tokens = torch.randint(0, 211, (1, length))
     batch = micro(tokens, tokens, None)
     step.train_step(state, [batch])  # the optimizer's states exist from here on

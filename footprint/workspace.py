@@ -224,6 +224,18 @@ def sort_cpu(threads: int, x: Tensor, *args) -> int:
     return 8 * (x.shape[-1] if x.ndim else 1)
 
 
+def euclidean_distances(threads: int, a: Tensor, b: Tensor, *_) -> int:
+    """torch.cdist by one product: both with two more columns, after squares and a multiple of the
+    first (aten/native/Distance.cpp). The distances are returned.
+    """
+    width = a.shape[-1]
+    rows, others = a.numel() // width, b.numel() // width
+    padded = (rows + others) * (width + 2)
+    multiplied = rows * (2 * width + 4) + 2 * others
+    distances = rows * b.shape[-2]
+    return a.element_size() * max(padded, multiplied - distances)
+
+
 Declared = Callable[..., int]  # (threads, *args of the operator) -> bytes
 FLASH = "aten::_scaled_dot_product_flash_attention"
 CUDNN = "aten::_scaled_dot_product_cudnn_attention"
@@ -232,6 +244,7 @@ DECLARED: dict[str, dict[str, Declared]] = {
         FLASH + "_for_cpu": flash_forward_cpu,
         FLASH + "_for_cpu_backward": flash_backward_cpu,
         "aten::sort": sort_cpu,
+        "aten::_euclidean_dist": euclidean_distances,
         "aten::embedding_bag": embedding_bag_cpu,
         "aten::_embedding_bag": embedding_bag_cpu,
         "aten::_embedding_bag_forward_only": embedding_bag_cpu,
@@ -245,6 +258,7 @@ DECLARED: dict[str, dict[str, Declared]] = {
         "aten::native_group_norm_backward": group_norm_backward_cuda,
         "aten::embedding_dense_backward": embedding_backward_cuda,
         "aten::sort": sort_cuda,
+        "aten::_euclidean_dist": euclidean_distances,
         "aten::_flash_attention_backward": flash_backward_of_documents,
     },
 }

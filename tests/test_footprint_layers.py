@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from footprint import measure, predict
+from footprint.probe import inside_bytes
+from footprint.workspace import euclidean_distances
 
 TOLERANCE = 12  # bytes
 
@@ -62,6 +64,45 @@ class Padded(nn.Module):
         return self.encoder(x, src_key_padding_mask=torch.zeros(x.shape[:2], dtype=torch.bool))
 
 
+class Transposed(nn.Module):
+    """A wide layer of rows that are not contiguous: its bias is added in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 32)
+        self.outer = nn.Linear(32, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x).transpose(0, 1)).mean((0, 1))
+
+
+class Nearest(nn.Module):
+    """Vectors of a codebook that are nearest, found by one product."""
+
+    def __init__(self):
+        super().__init__()
+        self.projection = nn.Linear(64, 40)
+        self.codebook = nn.Embedding(300, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.projection(x).flatten(0, 1)
+        return z - self.codebook(torch.cdist(z, self.codebook.weight).argmin(-1))
+
+
+class Sampled(nn.Module):
+    """Distributions that check what they were given: the policy and the normal one."""
+
+    def __init__(self):
+        super().__init__()
+        self.projection = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.projection(x)
+        policy = torch.distributions.Categorical(logits=y)
+        normal = torch.distributions.MultivariateNormal(y, torch.eye(64))
+        return policy.log_prob(policy.sample()) + normal.log_prob(normal.rsample())
+
+
 def rows() -> Tensor:
     return torch.randn(4, 64, 64)
 
@@ -77,6 +118,9 @@ def steps() -> Tensor:
 CASES = {
     "attention with a mask of booleans": (Masked, rows),
     "copied layers with a padding mask": (Padded, rows),
+    "a wide layer of transposed rows": (Transposed, rows),
+    "the nearest of many vectors": (Nearest, rows),
+    "distributions with their checks": (Sampled, rows),
     "EmbeddingBag, sums": (lambda: nn.EmbeddingBag(500, 32, mode="sum"), indices),
     "EmbeddingBag, means": (lambda: nn.EmbeddingBag(500, 32), indices),
 }
@@ -86,6 +130,13 @@ CASES = {
 def test_the_predicted_peak_is_what_the_allocator_records(name):
     build, step = trained(*CASES[name])
     assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("size, other, width", [(1024, 64, 512), (64, 1024, 512), (30, 31, 700)])
+def test_distances_hold_inside_what_the_allocator_records(size, other, width):
+    a, b = torch.randn(size, width), torch.randn(other, width)
+    recorded = inside_bytes(torch.ops.aten._euclidean_dist.default, (a, b))
+    assert euclidean_distances(1, a, b) == recorded
 
 
 def test_what_is_loaded_inside_build_ends_with_it(tmp_path):

@@ -236,6 +236,11 @@ def euclidean_distances(threads: int, a: Tensor, b: Tensor, *_) -> int:
     return a.element_size() * max(padded, multiplied - distances)
 
 
+def roll(threads: int, x: Tensor, shifts, dims=()) -> int:
+    """The turned tensor after each dimension but the last (aten/native/TensorTransformations.h)."""
+    return x.nbytes * max(0, len(dims) - 1)
+
+
 Declared = Callable[..., int]  # (threads, *args of the operator) -> bytes
 FLASH = "aten::_scaled_dot_product_flash_attention"
 CUDNN = "aten::_scaled_dot_product_cudnn_attention"
@@ -245,6 +250,7 @@ DECLARED: dict[str, dict[str, Declared]] = {
         FLASH + "_for_cpu_backward": flash_backward_cpu,
         "aten::sort": sort_cpu,
         "aten::_euclidean_dist": euclidean_distances,
+        "aten::roll": roll,
         "aten::embedding_bag": embedding_bag_cpu,
         "aten::_embedding_bag": embedding_bag_cpu,
         "aten::_embedding_bag_forward_only": embedding_bag_cpu,
@@ -259,6 +265,7 @@ DECLARED: dict[str, dict[str, Declared]] = {
         "aten::embedding_dense_backward": embedding_backward_cuda,
         "aten::sort": sort_cuda,
         "aten::_euclidean_dist": euclidean_distances,
+        "aten::roll": roll,
         "aten::_flash_attention_backward": flash_backward_of_documents,
     },
 }

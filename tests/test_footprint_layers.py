@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from footprint import measure, predict
 from footprint.probe import inside_bytes
-from footprint.workspace import euclidean_distances
+from footprint.workspace import KernelWorkspaces
 
 TOLERANCE = 12  # bytes
 
@@ -132,11 +132,32 @@ def test_the_predicted_peak_is_what_the_allocator_records(name):
     assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("size, other, width", [(1024, 64, 512), (64, 1024, 512), (30, 31, 700)])
-def test_distances_hold_inside_what_the_allocator_records(size, other, width):
-    a, b = torch.randn(size, width), torch.randn(other, width)
-    recorded = inside_bytes(torch.ops.aten._euclidean_dist.default, (a, b))
-    assert euclidean_distances(1, a, b) == recorded
+def vectors(count: int, width: int) -> Tensor:
+    return torch.randn(count, width)
+
+
+def constant(*shape: int) -> Tensor:
+    """As the gradient of a sum is."""
+    return torch.ones(()).expand(shape)
+
+
+aten = torch.ops.aten
+INSIDE = {
+    "distances of many": (aten._euclidean_dist.default, vectors(1024, 512), vectors(64, 512)),
+    "distances to many": (aten._euclidean_dist.default, vectors(64, 512), vectors(1024, 512)),
+    "distances of wide ones": (aten._euclidean_dist.default, vectors(30, 700), vectors(31, 700)),
+    "a roll of three axes": (aten.roll.default, torch.randn(10, 20, 30), (1, 2, 3), (0, 1, 2)),
+    "a batch of products": (aten.bmm.default, constant(10, 50, 60), torch.randn(10, 60, 40)),
+    "a product with a vector": (aten.mv.default, constant(50, 60), torch.randn(60)),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_an_operator_holds_inside_what_the_allocator_records(name):
+    func, *args = INSIDE[name]
+    declared = KernelWorkspaces("cpu")(func, args, func(*args))
+    assert declared == inside_bytes(func, args)
+    assert declared > 0
 
 
 def test_what_is_loaded_inside_build_ends_with_it(tmp_path):

@@ -20,7 +20,11 @@ MEASURED = ("aten::convolution", "aten::convolution_backward")
 MEASURED += ("aten::native_batch_norm", "aten::native_batch_norm_backward")
 MEASURED += ("aten::binary_cross_entropy_with_logits",)
 MEASURED += ("aten::kthvalue", "aten::argmax", "aten::argmin", "aten::count_nonzero")
-MEASURED += ("aten::_trilinear",)
+MEASURED += ("aten::_trilinear", "aten::dist", "aten::_safe_softmax")
+# Kernels of images that copy a gradient which is not dense, or turn channels to the end.
+OF_IMAGES = re.compile(
+    "upsample_|(reflection|replication)_pad|_pool[123]d.*_backward|grid_sampler_"
+)
 LINEAR_ALGEBRA = re.compile(
     "linalg_(?!vector_norm|cross|check|solve_tri|lu_solve)|matrix_exp|cholesky|geqrf|householder"
 )
@@ -40,7 +44,7 @@ def is_probed(func, args) -> bool:
     name = func._schema.name
     if name == "aten::gelu_backward":
         return not all(value.is_contiguous() for value in args)
-    if name in MEASURED or LINEAR_ALGEBRA.search(name):
+    if name in MEASURED or LINEAR_ALGEBRA.search(name) or OF_IMAGES.search(name):
         return True
     if name in SCATTERS:
         return args[0].dtype in HALF

@@ -4,8 +4,8 @@ are copies: the predicted peak against the allocator's own record.
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from footprint import measure, predict
 from footprint.probe import inside_bytes
@@ -49,7 +49,7 @@ class Masked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x).unflatten(-1, (4, 32)).transpose(1, 2)
         mask = torch.ones(64, 64, dtype=torch.bool).tril()
-        return scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
 
 class Padded(nn.Module):
@@ -89,6 +89,35 @@ class Nearest(nn.Module):
         return z - self.codebook(torch.cdist(z, self.codebook.weight).argmin(-1))
 
 
+class Standardized(nn.Module):
+    """A variance and a mean by one operator, whose gradients its backward adds; a pool of images
+    whose gradient is not dense; and images that take the place of words.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.projection = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.projection(x)
+        variance, mean = torch.var_mean(y.flatten(), 0)
+        pooled = F.avg_pool2d(y.unflatten(1, (8, 8)), 2).permute(0, 2, 3, 1)
+        return pooled.sin().sum(-1) * variance + mean
+
+
+class WithImages(nn.Module):
+    """Embeddings of words, some of which are those of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.projection = nn.Linear(64, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_image = (torch.arange(64) < 16)[:, None].expand(4, 64, 512)
+        words = torch.zeros(4, 64, 512, requires_grad=True)
+        return words.masked_scatter(is_image, self.projection(x[:, :16]))
+
+
 class Sampled(nn.Module):
     """Distributions that check what they were given: the policy and the normal one."""
 
@@ -120,6 +149,8 @@ CASES = {
     "copied layers with a padding mask": (Padded, rows),
     "a wide layer of transposed rows": (Transposed, rows),
     "the nearest of many vectors": (Nearest, rows),
+    "statistics and pools": (Standardized, rows),
+    "images among words": (WithImages, rows),
     "distributions with their checks": (Sampled, rows),
     "EmbeddingBag, sums": (lambda: nn.EmbeddingBag(500, 32, mode="sum"), indices),
     "EmbeddingBag, means": (lambda: nn.EmbeddingBag(500, 32), indices),
@@ -146,6 +177,7 @@ INSIDE = {
     "distances of many": (aten._euclidean_dist.default, vectors(1024, 512), vectors(64, 512)),
     "distances to many": (aten._euclidean_dist.default, vectors(64, 512), vectors(1024, 512)),
     "distances of wide ones": (aten._euclidean_dist.default, vectors(30, 700), vectors(31, 700)),
+    "a sum of exponentials": (aten.logsumexp.default, torch.randn(60, 70), [-1]),
     "a roll of three axes": (aten.roll.default, torch.randn(10, 20, 30), (1, 2, 3), (0, 1, 2)),
     "a batch of products": (aten.bmm.default, constant(10, 50, 60), torch.randn(10, 60, 40)),
     "a product with a vector": (aten.mv.default, constant(50, 60), torch.randn(60)),

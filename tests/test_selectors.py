@@ -376,9 +376,7 @@ def planned_run(kind: str, **changes) -> TrainConfig:
     "kind, checkpointing, dtype",
     [
         ("exact", "full", "bf16"),
-        ("bounds", "none", "fp32"),
         ("pooled", "selective", "fp32"),
-        ("mean", "selective", "bf16"),
     ],
 )
 def test_the_simulated_and_the_planned_peak_are_what_the_allocator_records(

@@ -223,6 +223,7 @@ STEPS = {
     "checkpointing, reentrant": on_tokens(functools.partial(Transformer, reentrant=True)),
     "checkpointing, non-reentrant": on_tokens(functools.partial(Transformer, reentrant=False)),
     "autocast bf16": on_tokens(one_layer, autocast=True),
+    "convolutions, autocast bf16": on_images(convolutions, autocast=True),
     "converted to bf16": on_tokens(in_bfloat16),
     "accumulation of 4 with clipping": on_tokens(micro_batches=4, clip=1.0),
     "AdamW foreach": on_tokens(optimizer=with_optimizer(Transformer, ADAMW, foreach=True)),
@@ -233,27 +234,6 @@ STEPS = {
 
 
 # ---- steps of several ranks
-
-
-def llama() -> nn.Module:
-    """Llama of `transformers`, of two layers, whose forward returns logits only."""
-    import transformers
-
-    sizes = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, intermediate_size=512, num_key_value_heads=2, **sizes
-    )
-    return Logits(transformers.LlamaForCausalLM(config).train())
-
-
-class Logits(nn.Module):
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-        self.layers = inner.model.layers
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.inner(input_ids=tokens, use_cache=False).logits
 
 
 def sharded(make: Callable[[], nn.Module]) -> nn.Module:
@@ -286,11 +266,8 @@ def over_ranks(spread, make, batch=tokens):
 OVER_RANKS = {
     "FSDP2, transformer": over_ranks(sharded, Transformer),
     "FSDP2, mlp": over_ranks(sharded, mlp, images),
-    "FSDP2, Llama": over_ranks(sharded, llama),
     "HSDP, transformer": over_ranks(sharded_and_replicated, Transformer),
     "DDP, transformer": over_ranks(replicated, Transformer),
-    "DDP, mlp": over_ranks(replicated, mlp, images),
-    "DDP, Llama": over_ranks(replicated, llama),
 }
 
 

@@ -24,6 +24,7 @@ MEASURED += ("aten::native_batch_norm", "aten::native_batch_norm_backward")
 MEASURED += ("aten::binary_cross_entropy_with_logits",)
 MEASURED += ("aten::kthvalue", "aten::argmax", "aten::argmin", "aten::count_nonzero")
 MEASURED += ("aten::_trilinear", "aten::dist", "aten::_safe_softmax")
+MEASURED += ("aten::floor_divide", "aten::ldexp")
 # Kernels of images that copy a gradient which is not dense, or turn channels to the end.
 OF_IMAGES = re.compile(
     "upsample_|(reflection|replication)_pad|_pool[123]d.*_backward|grid_sampler_"

@@ -48,6 +48,8 @@ def is_probed(func, args) -> bool:
     name = func._schema.name
     if name == "aten::gelu_backward":
         return not all(value.is_contiguous() for value in args)
+    if name == "aten::abs":
+        return args[0].is_complex()
     if name in MEASURED or LINEAR_ALGEBRA.search(name) or OF_IMAGES.search(name):
         return True
     if name in SCATTERS:

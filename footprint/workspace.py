@@ -238,7 +238,8 @@ def euclidean_distances(threads: int, a: Tensor, b: Tensor, *_) -> int:
 
 def logsumexp(threads: int, x: Tensor, dims, *_) -> int:
     """Largest elements, and the exponentials of all (aten/native/ReduceOps.cpp)."""
-    return x.nbytes + x.nbytes // max(1, math.prod(x.shape[dim] for dim in dims))
+    summed = math.prod(x.shape[dim] for dim in dims) if x.dim() else 1
+    return x.nbytes + x.nbytes // max(1, summed)
 
 
 def masked_scatter_backward_cpu(threads: int, grad: Tensor, mask: Tensor, sizes) -> int:

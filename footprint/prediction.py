@@ -64,6 +64,9 @@ REMEDIES = {
     "TensorLikePair": (
         "torch.jit.trace compares values, which no tensor has: predict the module itself"
     ),
+    "Attempted to set the storage of a tensor": (
+        "forward derivatives (torch.func.jvp) are not predicted: take backward ones, by vjp"
+    ),
     "FlexAttention does not support backward on CPU": (
         "FlexAttention is compiled on a GPU, which is not predicted: predict "
         "scaled_dot_product_attention, which also keeps no scores"

@@ -389,10 +389,10 @@ def test_special_tokens_are_neither_noise_nor_key():
 # --------------------------------------------------------------------------- figures
 
 
-def score(hits: int, length: int = 64, task: str = "single") -> Score:
-    """80 items with one answer, evenly over the depths, the first `hits` of them right."""
-    asked_IE = np.eye(DEPTHS, dtype=int)[np.arange(80) % DEPTHS]
-    right_I = (np.arange(80) < hits)[:, None]
+def score(hits: int, length: int = 64, task: str = "single", items: int = 80) -> Score:
+    """`items` items with one answer, evenly over the depths, the first `hits` of them right."""
+    asked_IE = np.eye(DEPTHS, dtype=int)[np.arange(items) % DEPTHS]
+    right_I = (np.arange(items) < hits)[:, None]
     return Score(task, length, asked_IE * right_I, asked_IE, chance=0.001, chance_by_form=0.01)
 
 
@@ -432,6 +432,13 @@ def test_the_mean_counts_each_task_the_same():
     assert found.grid().shape == (DEPTHS, 2)
     assert found.grid("single")[:, 0].tolist() == [1.0] * DEPTHS
     assert found.grid()[:, 0].mean() == pytest.approx(0.75)
+
+
+def test_the_grid_says_where_nothing_was_asked():
+    few = score(3, items=3)
+    grid = Retrieval((few,)).grid()
+    assert grid[:3, 0].tolist() == [1, 1, 1]
+    assert np.isnan(grid[3:]).all()
 
 
 def test_reports():

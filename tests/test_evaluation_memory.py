@@ -91,11 +91,24 @@ def test_the_predicted_peak_is_what_the_allocator_records(name, tokens, chunk):
     assert found == pytest.approx(allocated(cfg, tokens, chunk), rel=1e-4)
 
 
-def test_shallow_models_extrapolate_to_exactly_what_all_layers_give():
+@pytest.mark.parametrize(
+    "trained, ranks, target",
+    [slow(False, 1, "cpu"), (True, 2, "cuda")],
+)
+def test_shallow_models_extrapolate_to_exactly_what_all_layers_give(ranks, target, trained):
     cfg = with_settings("standard", model_overrides=("num_layers=9",))
-    asked = dict(ranks=2, target="cuda", trained=True)
+    asked = dict(ranks=ranks, target=target, trained=trained)
     full = evaluation.simulate(cfg, TOKENS, **asked)
     assert evaluation.peak(cfg, TOKENS, **asked) == full.peak()[0]
+
+
+@pytest.mark.slow
+def test_the_parts_that_a_simulation_leaves_out_change_nothing():
+    asked = dict(chunk=300, target="cpu")
+    few = evaluation.simulate(TINY, 3000, **asked)
+    all_parts = evaluation.simulate(TINY, 3000, **asked, every_tile=True)
+    assert few.peak()[0] == all_parts.peak()[0]
+    assert len(few.events) < len(all_parts.events) / 2
 
 
 # --------------------------------------------------------------------------- next to training

@@ -196,7 +196,7 @@ def test_a_number_scales_a_tensor_and_bounds_what_an_optimizer_of_pytorch_does()
 PUBLIC = [
     ("Llama", "plain"),
     ("BART", "checkpointing"),
-    ("ViT", "plain"),
+    ("ViT", "autocast"),
     ("T5", "plain"),
     ("Mixtral", "checkpointing"),
 ]

@@ -276,13 +276,14 @@ def planned(cfg: TrainConfig, available: float = 64.0) -> planner.Plan:
 def test_the_plan_is_of_the_dense_warm_up_if_that_takes_more():
     cfg = settings(**DENSE_IS_LARGER, indexer_warmup=1, device="cpu")
     plan = planned(cfg)
-    without = planned(dataclasses.replace(cfg, indexer_warmup=0))
+    behind = dataclasses.replace(cfg, indexer_warmup=0)
+    without = planned(behind)
     assert plan.needs.peak_stage == WARM_UP and plan.peak > 1.2 * without.peak
     assert plan.peak == pytest.approx(allocator_peak(largest(plan.cfg)), rel=1e-2)
 
     room = (plan.needed_gib + without.needed_gib) / 2
     too_large = planned(cfg, room)
-    assert not too_large.fits
+    assert planned(behind, room).fits and not too_large.fits
     assert "GiB in the indexer's dense warm-up and" in too_large.shortage()
 
 

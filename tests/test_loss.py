@@ -429,7 +429,7 @@ def test_gradcheck_passes_in_float64(options, reduction):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one_pass, dynamic", [(False, None), (True, True)])
+@pytest.mark.parametrize("one_pass, dynamic", [(False, None), (False, True), (True, True)])
 def test_a_full_graph_compile_equals_eager_at_several_lengths_with_ignored_labels(
     one_pass, dynamic
 ):

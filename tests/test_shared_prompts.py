@@ -224,6 +224,14 @@ def test_groups_may_lie_in_several_rows_and_end_in_padding():
     assert_near(found.flatten(0, 1)[:22], expected[0])
 
 
+def test_which_position_scores_which_token():
+    scoring, own = SharedPrompts([(3, 2, 1), (1, 2)]).scored()
+    assert scoring.tolist() == [2, 3, 2, 6, 7]
+    assert own.tolist() == [3, 4, 5, 7, 8]
+    positions = SharedPrompts([(3, 2, 1), (1, 2)]).positions((1, 9))
+    assert positions.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2]]
+
+
 # ---- levers
 
 

@@ -35,7 +35,14 @@ TINY = dict(
 SETTINGS = [
     {},
     dict(loss="standard", gradient_checkpointing="full"),
+    dict(
+        context_length=700,
+        batch_size=2,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing="full",
+    ),
     dict(context_length=700, batch_size=2, gradient_accumulation_steps=3, loss="chunked"),
+    dict(attention_type="nsa"),
     dict(attention_type="nsa", gradient_checkpointing="full", context_length=750),
     dict(attention_type="nsa", blocks=("kv=separate", "cmp_kind=mean"), loss="standard"),
     dict(

@@ -76,12 +76,23 @@ class Transposed(nn.Module):
         return self.outer(self.inner(x).transpose(0, 1)).mean((0, 1))
 
 
-class Nearest(nn.Module):
-    """Vectors of a codebook that are nearest, found by one product."""
+class Projected(nn.Module):
+    """A projection of the rows, which the model goes on with."""
+
+    width = 64
 
     def __init__(self):
         super().__init__()
-        self.projection = nn.Linear(64, 40)
+        self.projection = nn.Linear(64, self.width)
+
+
+class Nearest(Projected):
+    """Vectors of a codebook that are nearest, found by one product."""
+
+    width = 40
+
+    def __init__(self):
+        super().__init__()
         self.codebook = nn.Embedding(300, 40)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,14 +100,10 @@ class Nearest(nn.Module):
         return z - self.codebook(torch.cdist(z, self.codebook.weight).argmin(-1))
 
 
-class Standardized(nn.Module):
-    """A variance and a mean by one operator, whose gradients its backward adds; a pool of images
-    whose gradient is not dense; and images that take the place of words.
+class Standardized(Projected):
+    """A variance and a mean by one operator, whose gradients its backward adds; and a pool of
+    images whose gradient is not dense.
     """
-
-    def __init__(self):
-        super().__init__()
-        self.projection = nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.projection(x)
@@ -105,12 +112,10 @@ class Standardized(nn.Module):
         return pooled.sin().sum(-1) * variance + mean
 
 
-class WithImages(nn.Module):
+class WithImages(Projected):
     """Embeddings of words, some of which are those of an image."""
 
-    def __init__(self):
-        super().__init__()
-        self.projection = nn.Linear(64, 512)
+    width = 512
 
     def forward(self, x: Tensor) -> Tensor:
         is_image = (torch.arange(64) < 16)[:, None].expand(4, 64, 512)
@@ -118,12 +123,8 @@ class WithImages(nn.Module):
         return words.masked_scatter(is_image, self.projection(x[:, :16]))
 
 
-class Sampled(nn.Module):
+class Sampled(Projected):
     """Distributions that check what they were given: the policy and the normal one."""
-
-    def __init__(self):
-        super().__init__()
-        self.projection = nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.projection(x)
@@ -163,20 +164,17 @@ def test_the_predicted_peak_is_what_the_allocator_records(name):
     assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
 
 
-def vectors(count: int, width: int) -> Tensor:
-    return torch.randn(count, width)
-
-
 def constant(*shape: int) -> Tensor:
     """As the gradient of a sum is."""
     return torch.ones(()).expand(shape)
 
 
 aten = torch.ops.aten
+distances = aten._euclidean_dist.default
 INSIDE = {
-    "distances of many": (aten._euclidean_dist.default, vectors(1024, 512), vectors(64, 512)),
-    "distances to many": (aten._euclidean_dist.default, vectors(64, 512), vectors(1024, 512)),
-    "distances of wide ones": (aten._euclidean_dist.default, vectors(30, 700), vectors(31, 700)),
+    "distances of many": (distances, torch.randn(1024, 512), torch.randn(64, 512)),
+    "distances to many": (distances, torch.randn(64, 512), torch.randn(1024, 512)),
+    "distances of wide ones": (distances, torch.randn(30, 700), torch.randn(31, 700)),
     "a sum of exponentials": (aten.logsumexp.default, torch.randn(60, 70), [-1]),
     "a roll of three axes": (aten.roll.default, torch.randn(10, 20, 30), (1, 2, 3), (0, 1, 2)),
     "a batch of products": (aten.bmm.default, constant(10, 50, 60), torch.randn(10, 60, 40)),

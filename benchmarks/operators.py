@@ -4,8 +4,9 @@
 
 A table of about 250 operators is generated from lists of names: each runs forward and backward on a
 matrix of N x N, as it lies and turned, in fp32 and bf16, and operators of two matrices also with a
-second one of another dtype. What differs by more than 0.1% and is named by no entry of
-`not_modelled` is listed, and then the exit code is 1; --all lists everything.
+second one of another dtype; then forward alone, and with the gradient of a sum. What differs by
+more than 0.1% and is named by no entry of `not_modelled` is listed, and then the exit code is 1;
+--all lists everything.
 """
 
 import functools
@@ -294,10 +295,13 @@ def _with_another(function, dtype: torch.dtype, x: Tensor) -> object:
     return function(x, torch.ones(N, N, dtype=dtype))
 
 
+SUMMED = "of which a sum is taken"  # whose gradient has one element in memory
 FORMS: dict[str, Operator] = {
     "": lambda x: x * 0.9,
     "turned": lambda x: (x * 0.9).t(),
     "bf16": lambda x: x.bfloat16(),
+    "without gradients": lambda x: x.detach() * 0.9,
+    SUMMED: lambda x: x * 0.9,
 }
 
 
@@ -350,7 +354,8 @@ def compare(name: str, form: str) -> Comparison:
         result = operators()[name](FORMS[form](x))
         found = first_tensor(result)
         if found is not None:
-            found.backward(torch.ones_like(found))
+            one = torch.ones(()) if form == SUMMED else torch.ones_like(found)
+            found.backward(one.expand(found.shape))
 
     try:
         recorded = measure(build, step)

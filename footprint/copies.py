@@ -38,6 +38,8 @@ PRODUCTS = {
     "aten::addmm": (1, 2),
     "aten::bmm": (0, 1),
     "aten::baddbmm": (1, 2),
+    "aten::mv": (0,),
+    "aten::addmv": (1,),
 }
 # operator -> which of its arguments it copies
 COPIES = {"aten::clone": 0, "aten::_to_copy": 0, "aten::copy_": 1, "aten::masked_fill": 0}
@@ -80,7 +82,9 @@ def copied_bytes(target: str, func, args, outputs) -> int:
         return copied + (given[0].nbytes if name == "aten::_softmax_backward_data" else 0)
     if name in PRODUCTS:
         given = [args[position] for position in PRODUCTS[name]]
-        return sum(value.nbytes for value in given if not is_matrix(value))
+        copied = sum(value.nbytes for value in given if not is_matrix(value))
+        is_batch = target == "cpu" and given[0].dim() == 3  # one matrix after another
+        return copied // max(1, len(given[0])) if is_batch else copied
     if name in LOSSES:
         return loss_bytes(target, name, args) if _reduces(outputs, args) else 0
     if name == "aten::soft_margin_loss_backward":

@@ -27,6 +27,7 @@ NOT_MODELLED = {
     "_grouped_mm": "workspaces of grouped products",
     "topk": "scratch memory of top-k",
     "index_put": "scratch memory of index_put, which sorts indices",
+    "masked_scatter_backward": "scratch memory of masked_scatter's backward, which selects",
     "_efficient_attention": "scratch memory of the memory-efficient attention's backward",
     "_flash_attention": "attention by cuDNN, which PyTorch prefers on some GPUs (9.0, 10.0)",
 }

@@ -6,8 +6,13 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    disable_fake_tensor_cache,
+)
 
 from footprint.copies import HALF, LEFT_OVER, left_over
 
@@ -41,6 +46,21 @@ class FakeTensors(FakeTensorMode):
 
 
 # ---- operators
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear, which adds the bias of a row that is not contiguous in place, but for tensors that
+    have a mode into a third one (aten/native/Linear.cpp).
+    """
+    is_plain = isinstance(x, FakeTensor) and bias is not None  # not a DTensor, say
+    if not is_plain or x.dim() == 2 or x.is_contiguous():
+        return F.linear(x, weight, bias)
+    product = torch.matmul(x, weight.t())
+    return product.add_(bias.to(product.dtype))
+
+
+# functions of PyTorch -> what they run on tensors that have no mode
+WITHOUT_MODE: dict[Callable, Callable] = {F.linear: linear}
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs=None, bias=None, out_dtype=None) -> Tensor:

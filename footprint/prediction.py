@@ -25,7 +25,7 @@ from footprint.batches import real_batches
 from footprint.cuda import RULES
 from footprint.device import Card, target_card
 from footprint.measure import peak_of_last
-from footprint.operators import FakeTensors
+from footprint.operators import WITHOUT_MODE, FakeTensors
 from footprint.outside import Connects, all_patches
 from footprint.owners import adopt, label, move_data
 from footprint.patches import patched, switched_on
@@ -63,6 +63,9 @@ REMEDIES = {
     ),
     "TensorLikePair": (
         "torch.jit.trace compares values, which no tensor has: predict the module itself"
+    ),
+    "Attempted to set the storage of a tensor": (
+        "forward derivatives (torch.func.jvp) are not predicted: take backward ones, by vjp"
     ),
     "FlexAttention does not support backward on CPU": (
         "FlexAttention is compiled on a GPU, which is not predicted: predict "
@@ -238,7 +241,8 @@ def _on_fake_tensors(
 ) -> Iterator[None]:
     """Operators inside the `with` block allocate nothing and are recorded; errors are refusals."""
     patches = all_patches(tracker) | undisclosed() | written_as_json() | real_batches(tracker)
-    reading = Reading(tracker.known, answers, RULES if card else {})
+    rules = WITHOUT_MODE | (RULES if card else {})
+    reading = Reading(tracker.known, answers, rules)
     tracker.read_argument = reading.argument
     modes: list[TorchFunctionMode] = [reading]
     if card:

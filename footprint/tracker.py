@@ -30,6 +30,8 @@ IN_PLACE = {
     aten.index_put.default: aten.index_put_.default,
     aten.put.default: aten.put_.default,
 }
+# Their backward adds the gradient of the mean to that of the variance, never in place.
+MEANS = ("VarMeanBackward0", "StdMeanBackward0")
 # They work in place, but their imitations on fake tensors allocate.
 FUSED_OPTIMIZERS = (
     aten._fused_adamw_.default,
@@ -119,7 +121,7 @@ class Tracker(TorchDispatchMode):
         if self.fake and func in FUSED_OPTIMIZERS:
             return None
 
-        if func is ADD and called_by_the_engine():
+        if func is ADD and called_by_the_engine() and not self.adds_a_mean(args):
             outputs = sum_of_gradients(*args)
         elif func in IN_PLACE and called_by_the_engine() and is_a_formula(func, args):
             func = IN_PLACE[func]
@@ -129,6 +131,14 @@ class Tracker(TorchDispatchMode):
         self._record(func, args, outputs)
         self.follow(func, args, kwargs or {}, outputs)
         return outputs
+
+    def adds_a_mean(self, args) -> bool:
+        """Whether this sum is one that the backward of a variance with its mean makes itself."""
+        node = torch._C._current_autograd_node()
+        if node is None or node.name() not in MEANS:
+            return False
+        mean = self.trace.storages.get(self.identity(args[1]))
+        return mean is not None and mean.op == "aten.div.Scalar"
 
     def __enter__(self):
         """FSDP2 frees whole parameters and takes them back by resizing the flat tensors that they

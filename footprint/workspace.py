@@ -224,6 +224,39 @@ def sort_cpu(threads: int, x: Tensor, *args) -> int:
     return 8 * (x.shape[-1] if x.ndim else 1)
 
 
+def euclidean_distances(threads: int, a: Tensor, b: Tensor, *_) -> int:
+    """torch.cdist by one product: both with two more columns, after squares and a multiple of the
+    first (aten/native/Distance.cpp). The distances are returned.
+    """
+    width = a.shape[-1]
+    rows, others = a.numel() // width, b.numel() // width
+    padded = (rows + others) * (width + 2)
+    multiplied = rows * (2 * width + 4) + 2 * others
+    distances = rows * b.shape[-2]
+    return a.element_size() * max(padded, multiplied - distances)
+
+
+def logsumexp(threads: int, x: Tensor, dims, *_) -> int:
+    """Largest elements, and the exponentials of all (aten/native/ReduceOps.cpp)."""
+    summed = math.prod(x.shape[dim] for dim in dims) if x.dim() else 1
+    return x.nbytes + x.nbytes // max(1, summed)
+
+
+def masked_scatter_backward_cpu(threads: int, grad: Tensor, mask: Tensor, sizes) -> int:
+    """As if every element of the source were taken: the mask as integers, to count them, and in
+    parallel their sums, too; then the gradient with what it is filled up by.
+    """
+    if threads > 1 or not mask.is_contiguous():
+        return 16 * grad.numel()
+    result = grad.element_size() * math.prod(sizes)
+    return max(8 * grad.numel() - result, result)
+
+
+def roll(threads: int, x: Tensor, shifts, dims=()) -> int:
+    """The turned tensor after each dimension but the last (aten/native/TensorTransformations.h)."""
+    return x.nbytes * max(0, len(dims) - 1)
+
+
 Declared = Callable[..., int]  # (threads, *args of the operator) -> bytes
 FLASH = "aten::_scaled_dot_product_flash_attention"
 CUDNN = "aten::_scaled_dot_product_cudnn_attention"
@@ -232,6 +265,10 @@ DECLARED: dict[str, dict[str, Declared]] = {
         FLASH + "_for_cpu": flash_forward_cpu,
         FLASH + "_for_cpu_backward": flash_backward_cpu,
         "aten::sort": sort_cpu,
+        "aten::masked_scatter_backward": masked_scatter_backward_cpu,
+        "aten::_euclidean_dist": euclidean_distances,
+        "aten::logsumexp": logsumexp,
+        "aten::roll": roll,
         "aten::embedding_bag": embedding_bag_cpu,
         "aten::_embedding_bag": embedding_bag_cpu,
         "aten::_embedding_bag_forward_only": embedding_bag_cpu,
@@ -245,6 +282,9 @@ DECLARED: dict[str, dict[str, Declared]] = {
         "aten::native_group_norm_backward": group_norm_backward_cuda,
         "aten::embedding_dense_backward": embedding_backward_cuda,
         "aten::sort": sort_cuda,
+        "aten::_euclidean_dist": euclidean_distances,
+        "aten::logsumexp": logsumexp,
+        "aten::roll": roll,
         "aten::_flash_attention_backward": flash_backward_of_documents,
     },
 }

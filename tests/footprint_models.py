@@ -82,7 +82,11 @@ class Transformer(nn.Module):
 
 
 def in_bfloat16() -> nn.Module:
-    return Transformer().to(torch.bfloat16)
+    return one_layer().to(torch.bfloat16)
+
+
+def one_layer() -> nn.Module:
+    return Transformer(layers=1)
 
 
 class Squared(torch.autograd.Function):
@@ -127,7 +131,7 @@ def convolutions() -> nn.Module:
         )
 
     return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1), block(32), nn.MaxPool2d(2), block(32),
+        nn.Conv2d(3, 32, 3, padding=1), block(32), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.GroupNorm(8, 64), nn.SiLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
     )  # fmt: skip
@@ -218,7 +222,7 @@ STEPS = {
     "custom autograd function": on_tokens(functools.partial(Transformer, activation=SquaredReLU)),
     "checkpointing, reentrant": on_tokens(functools.partial(Transformer, reentrant=True)),
     "checkpointing, non-reentrant": on_tokens(functools.partial(Transformer, reentrant=False)),
-    "autocast bf16": on_tokens(autocast=True),
+    "autocast bf16": on_tokens(one_layer, autocast=True),
     "convolutions, autocast bf16": on_images(convolutions, autocast=True),
     "converted to bf16": on_tokens(in_bfloat16),
     "accumulation of 4 with clipping": on_tokens(micro_batches=4, clip=1.0),
@@ -230,27 +234,6 @@ STEPS = {
 
 
 # ---- steps of several ranks
-
-
-def llama() -> nn.Module:
-    """Llama of `transformers`, of two layers, whose forward returns logits only."""
-    import transformers
-
-    sizes = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, intermediate_size=512, num_key_value_heads=2, **sizes
-    )
-    return Logits(transformers.LlamaForCausalLM(config).train())
-
-
-class Logits(nn.Module):
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-        self.layers = inner.model.layers
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.inner(input_ids=tokens, use_cache=False).logits
 
 
 def sharded(make: Callable[[], nn.Module]) -> nn.Module:
@@ -283,11 +266,8 @@ def over_ranks(spread, make, batch=tokens):
 OVER_RANKS = {
     "FSDP2, transformer": over_ranks(sharded, Transformer),
     "FSDP2, mlp": over_ranks(sharded, mlp, images),
-    "FSDP2, Llama": over_ranks(sharded, llama),
     "HSDP, transformer": over_ranks(sharded_and_replicated, Transformer),
     "DDP, transformer": over_ranks(replicated, Transformer),
-    "DDP, mlp": over_ranks(replicated, mlp, images),
-    "DDP, Llama": over_ranks(replicated, llama),
 }
 
 

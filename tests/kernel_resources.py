@@ -1,9 +1,9 @@
 """What the Triton kernels of attention take on a GPU: Triton's compiler needs none.
 
-    python -m tests.kernel_resources 90 bfloat16 128 64
+    python -m tests.kernel_resources 90-bfloat16 90-float32-pair_backward_kernel
 
-prints a line of JSON per kernel for sm_90 and head dim 128, of Native Sparse Attention with
-selection blocks of 64 tokens.
+prints a line of JSON per kernel of Native Sparse Attention for sm_90, with heads of 128 and
+selection blocks of 64 tokens: all kernels in bf16, and one of them in fp32.
 
 It runs one layer, forward and backward, and decodes a token; it compiles each launch instead of
 running it.
@@ -28,7 +28,8 @@ from longhaul.sparse.triton import blocks, decode, nsa, stock
 from model import NSAConfig
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB of a block of threads
+# KiB of a block of threads; sm_80 has 163, and takes the tiles of cards with 99, such as sm_86
+SHARED_MEMORY = {80: 99, 90: 227, 100: 227}
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -91,20 +92,22 @@ def resources(built) -> dict:
     }
 
 
-def compiles(capability: int) -> Callable:
-    """Takes the place of a launch: compiles each kernel once per set of constants, and prints what
-    it takes.
+def compiles(capability: int, dtype: str, only: str) -> Callable:
+    """Takes the place of a launch: compiles each kernel, or only one, once per set of constants,
+    and prints what it takes.
     """
     done = set()
 
     def compile_launch(kernel, grid, num_warps=4, **arguments):
+        name = kernel.__name__
         source = source_of(kernel, arguments)
-        key = kernel.__name__, str(sorted(source.constants.items()))
-        if key in done:
+        key = name, str(sorted(source.constants.items()))
+        if key in done or only not in ("", name):
             return
         done.add(key)
         built = compiled(kernel, arguments, capability, num_warps=num_warps, num_stages=1)
-        print(json.dumps({"kernel": kernel.__name__, **resources(built)}), flush=True)
+        card = {"capability": capability, "dtype": dtype}
+        print(json.dumps(card | {"kernel": name, **resources(built)}), flush=True)
 
     return compile_launch
 
@@ -115,10 +118,11 @@ def no_attention(lines: stock.Lines, q_CEK: Tensor, *kv: Tensor) -> tuple[Tensor
     return torch.zeros_like(q_CEK), torch.zeros((E, C))
 
 
-def sparse(capability: int, dtype: torch.dtype, K: int, sel_block: int) -> None:
+def sparse(capability: int, dtype_name: str, only: str = "") -> None:
     """The kernels of Native Sparse Attention."""
-    cfg = NSAConfig(sel_block=sel_block)
-    nsa.launch = blocks.launch = decode.launch = compiles(capability)
+    cfg, K = NSAConfig(), 128
+    dtype = getattr(torch, dtype_name)
+    nsa.launch = blocks.launch = decode.launch = compiles(capability, dtype_name, only)
     nsa.require = lambda *_, **__: None
     # PyTorch's own kernels, which take minutes on a CPU and whose values nobody reads
     stock.attend = no_attention
@@ -143,6 +147,6 @@ def sparse(capability: int, dtype: torch.dtype, K: int, sel_block: int) -> None:
 
 
 if __name__ == "__main__":
-    capability, K = int(sys.argv[1]), int(sys.argv[3])
-    dtype = getattr(torch, sys.argv[2])
-    sparse(capability, dtype, K, int(sys.argv[4]))
+    for card in sys.argv[1:]:
+        capability, *rest = card.split("-")
+        sparse(int(capability), *rest)

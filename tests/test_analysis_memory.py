@@ -23,7 +23,10 @@ FEW = Measures(
 )
 SETTINGS = {
     "standard": (ModelConfig.preset("tiny", vocab_size=500, num_layers=3), FEW),
-    "nsa": (ModelConfig.preset("tiny", vocab_size=500, num_layers=3, attention=NSAConfig()), FEW),
+    "nsa": (
+        ModelConfig.preset("tiny", vocab_size=500, num_layers=3, attention=NSAConfig(window=128)),
+        FEW,
+    ),
     "parts": (
         ModelConfig.preset("tiny", vocab_size=500, num_layers=3),
         dataclasses.replace(FEW, chunk=128),
@@ -59,7 +62,7 @@ def without_a_refusal(monkeypatch):
 
 def asked(name: str) -> analysis.Analysed:
     config, measures = SETTINGS[name]
-    return analysis.Analysed(config, measures, 2, 700)
+    return analysis.Analysed(config, measures, 2, 300)
 
 
 # --------------------------------------------------------------------------- planned and real
@@ -103,7 +106,7 @@ def test_each_part_is_planned_within_five_percent(name, part):
 
 @pytest.mark.parametrize("part", ["statistics", "sae"])
 def test_packed_rows_in_parts_are_planned_within_five_percent(part):
-    what = dataclasses.replace(asked("parts"), longest=300).shallow(1, 1)
+    what = dataclasses.replace(asked("parts"), context_length=700, longest=300).shallow(1, 1)
     check_part(part, what, PackedSamples(2, what.context_length))
 
 
@@ -113,7 +116,7 @@ def test_packed_rows_in_parts_are_planned_within_five_percent(part):
 )
 def test_few_layers_extrapolate_to_what_all_layers_take(part, layers):
     what = asked("standard")
-    config = dataclasses.replace(what.config, num_layers=7)
+    config = dataclasses.replace(what.config, num_layers=6)
     measures = dataclasses.replace(what.measures, layers=layers)
     deep = dataclasses.replace(what, config=config, measures=measures)
     expected = analysis.simulated(deep, "cpu", analysis.PARTS[part])
@@ -129,14 +132,14 @@ def test_a_comparison_holds_the_activations_of_one_layer():
         found = dataclasses.replace(what, measures=measures)
         peaks.append(analysis.simulated(found, "cpu", analysis.costs))
     one, all_layers = peaks
-    activation = 700 * what.config.hidden_size * 4
+    activation = what.context_length * what.config.hidden_size * 4
     assert all_layers - one < 0.01 * activation
 
 
 @pytest.mark.slow
 def test_a_comparison_in_parts_grows_by_a_second_cache_alone():
     measures = dataclasses.replace(FEW, chunk=512, skip_sae=True)
-    what = dataclasses.replace(asked("parts"), measures=measures).shallow(2, 2)
+    what = dataclasses.replace(asked("parts"), measures=measures).shallow(1, 1)
 
     def bytes_per_token(part) -> float:
         sizes = [
@@ -169,7 +172,7 @@ def test_131072_tokens_take_no_more_than_training_on_them():
     T = 131_072
     cfg = TrainConfig(
         model_size="tiny",
-        model_overrides=("num_layers=2",),
+        model_overrides=("num_layers=1",),
         context_length=T,
         dtype="fp32",
         device="cpu",
@@ -193,16 +196,17 @@ def said(words: str, capsys, code: int = 0) -> str:
 
 
 def test_the_plan_has_a_line_for_each_part(capsys, tmp_path):
-    text = said(f"{SMALL} --batch_size 1 --device cpu --json {tmp_path}/plan.json", capsys)
+    words = "--batch_size 1 --device cpu --model_overrides num_layers=2"
+    text = said(f"{SMALL} {words} --json {tmp_path}/plan.json", capsys)
     for name in ("patching", "statistics", "distances", "device"):
         assert re.search(rf"^  {name} +\d+\.\d\d GiB", text, re.M)
     assert "sae" not in text and text.count("(highest)") == 1
-    assert "4 layer(s), 1 x 512 tokens, bfloat16" in text
+    assert "2 layer(s), 1 x 512 tokens, bfloat16" in text
 
 
 @pytest.mark.slow
 def test_the_command_of_a_comparison_is_one_that_the_program_takes(capsys):
-    words = f"{SMALL} --batch_size 4 --skip_patching --layers 0 --compare float32,bfloat16"
+    words = f"{SMALL} --batch_size 2 --skip_patching --layers 0 --compare float32,bfloat16"
     profile_memory.main([*words.split(), "--advise", "--vram", "0.7"])
     text = capsys.readouterr().out
     assert "instead of fp32" not in text and "bfloat16 " not in text.replace(",bfloat16", "")
@@ -232,8 +236,8 @@ def test_a_plan_of_what_cannot_be_is_refused(more, message, capsys):
 def test_the_printed_command_runs(made, tmp_path, capsys):  # noqa: F811
     words = (
         f"--advise --task analysis --checkpoint {made}/model --data {made}/data --vram 8 "
-        "--context_length 40 --batch_size 2 --num_samples 6 --prompts 4 --prompt_length 24 "
-        "--sae_tokens 100 --layers 0,2 --dtype float32"
+        "--context_length 40 --batch_size 2 --num_samples 6 --layers 0,2 "
+        "--skip_patching --skip_sae --dtype float32"
     )
     line = said(words, capsys).splitlines()[-1].removeprefix("run: ")
     assert "--layers 0,2" in line and line.startswith("python -m scripts.run_full_analysis ")

@@ -32,14 +32,17 @@ from tests.footprint_models import (
     mlp,
     observe,
     on_tokens,
+    one_layer,
     tokens,
     train,
+    with_optimizer,
 )
 from tests.tiers import few_fast
 
 ROOT = Path(__file__).parent.parent
 TOLERANCE = 12  # bytes
 TRANSFORMER = STEPS["transformer"]
+build_small = with_optimizer(one_layer)
 
 
 @functools.cache
@@ -113,7 +116,7 @@ class Loop:
 @pytest.mark.slow
 def test_logs_guards_and_schedules_of_training_loops_take_the_memory_of_the_real_step():
     def build():
-        model, optimizer = TRANSFORMER[0]()
+        model, optimizer = build_small()
         return model, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 
     loop = Loop()
@@ -159,7 +162,7 @@ def test_a_file_that_is_saved_to_stays_as_it_is_and_json_is_written(tmp_path):
         assert json.dumps({"loss": loss}, indent=1) == '{\n "loss": 1.0\n}'
         assert isinstance(divmod(loss, 2)[1], float)
 
-    report = predict(TRANSFORMER[0], step, "cpu")
+    report = predict(build_small, step, "cpu")
     assert weights.read_bytes() == b"weights"
     assert json.loads(log.read_text()) == {"loss": 1.0, "parts": [1.0]}
     assert report.assumed == []
@@ -173,7 +176,7 @@ def test_an_error_of_the_users_own_is_told_as_python_tells_it():
         return "loss: " + forward(state).mean().item()
 
     with pytest.raises(TypeError, match=r'can only concatenate str \(not "float"\) to str'):
-        predict(TRANSFORMER[0], step, "cpu")
+        predict(build_small, step, "cpu")
 
 
 def test_a_number_scales_a_tensor_and_bounds_what_an_optimizer_of_pytorch_does():
@@ -195,13 +198,11 @@ PUBLIC = [
     ("BART", "checkpointing"),
     ("ViT", "autocast"),
     ("T5", "plain"),
-    ("BERT", "fused"),
     ("Mixtral", "checkpointing"),
-    ("ConvNeXt", "plain"),
 ]
 
 
-@pytest.mark.parametrize("name, variant", few_fast(PUBLIC, 4))
+@pytest.mark.parametrize("name, variant", few_fast(PUBLIC, 5))
 def test_public_architectures_are_predicted_within_the_bound_of_the_benchmark(name, variant):
     pytest.importorskip("transformers", reason="transformers is not installed")
     found = benchmark.compare(name, variant)
@@ -250,9 +251,8 @@ def test_values_that_follow_from_constants_are_those_of_a_real_step():
         found.extend([bool((counted > 10).any()), bool((counted > 9).any()), bool(counted[0, 0])])
         found.append((counted % 4 == 2).nonzero().tolist())
 
-    build, _ = TRANSFORMER
     found: list = []
-    predict(build, step, "cpu")
+    predict(build_small, step, "cpu")
     del found[7:]  # of the second step
     assert found == [[[0, 2, 4], [6, 8, 10]], 10, 30, False, True, False, [[0, 1], [1, 0], [1, 2]]]
 
@@ -261,15 +261,15 @@ def test_copies_of_a_model_with_known_values_are_those_of_the_real_step():
     """A teacher that follows a model with batch norms, which count their batches."""
 
     def build():
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU())
         teacher = copy.deepcopy(model).requires_grad_(False)
         average = torch.optim.swa_utils.AveragedModel(model)
         return model, teacher, average, torch.optim.SGD(model.parameters())
 
     def step(state):
         model, teacher, average, optimizer = state
-        pixels = torch.randn(4, 3, 32, 32)
-        (model(pixels) - teacher(pixels)).mean().backward()
+        rows = torch.randn(100, 32)
+        (model(rows) - teacher(rows)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         average.update_parameters(model)
@@ -590,7 +590,7 @@ def test_a_checkpointed_function_outside_of_modules_is_recomputed_by_the_operato
 
 
 def test_attention_takes_the_kernel_of_its_precision_under_autocast_too():
-    build, step = on_tokens(autocast=True)
+    build, step = on_tokens(one_layer, autocast=True)
     operators = made_by(predict(build, step))
     assert "aten._scaled_dot_product_flash_attention.default" in operators
 
@@ -636,12 +636,12 @@ def test_what_save_on_cpu_keeps_for_the_backward_is_in_host_memory_on_cuda():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_grad_scaler_lets_the_optimizer_step(device):
     def build():
-        model, optimizer = TRANSFORMER[0]()
-        return model, optimizer, torch.amp.GradScaler(device)
+        model = torch.nn.Linear(64, 64)
+        return model, torch.optim.AdamW(model.parameters()), torch.amp.GradScaler(device)
 
     def step(state):
         model, optimizer, scaler = state
-        scaler.scale(model(tokens()[0]).mean()).backward()
+        scaler.scale(model(torch.randn(4, 64)).mean()).backward()
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
@@ -793,6 +793,11 @@ def packs(state):
     torch.nn.utils.rnn.pack_padded_sequence(torch.randn(8, 2, 4), [8, 5])
 
 
+def derives_forward(state):
+    layer = torch.nn.Linear(4, 4)
+    torch.func.jvp(layer, (torch.ones(2, 4),), (torch.ones(2, 4),))
+
+
 def aligns(state):
     log_probs = torch.randn(50, 2, 20)
     F.ctc_loss(log_probs, torch.ones(2, 9).long(), (50, 50), (9, 9))
@@ -805,6 +810,7 @@ def aligns(state):
         (nests, "predict the padded batch"),
         (traces, "predict the module itself"),
         (packs, "predict the padded batch"),
+        (derives_forward, "take backward ones"),
         (aligns, "S the longest target"),
         (runs_a_kernel, "say what it returns (register_fake)"),
         (takes_an_address, "say what it returns (register_fake)"),
@@ -823,9 +829,8 @@ def test_what_has_no_value_is_refused_with_the_line_of_the_users_file(step, word
 
 
 def refused(step, words: str):
-    build, _ = TRANSFORMER
     with pytest.raises(Refused) as error:
-        predict(build, step, "cpu")
+        predict(build_small, step, "cpu")
     text = str(error.value)
     first = step.__code__.co_firstlineno
     lines = range(first, first + 4)
@@ -845,11 +850,10 @@ def test_a_build_that_downloads_is_refused_and_later_connections_are_not():
 
 @pytest.mark.parametrize("step", [decides_by_a_float, decides_by_a_number])
 def test_a_number_that_decides_is_taken_as_1_which_is_said_or_is_answered(step):
-    build, _ = TRANSFORMER
     line = f"test_footprint.py:{step.__code__.co_firstlineno + 1}"
-    low = predict(build, step, "cpu")
+    low = predict(build_small, step, "cpu")
     assert low.assumed == [f"the number that {line} reads is taken as 1"]
-    high = predict(build, step, "cpu", answers={line: 4.0})
+    high = predict(build_small, step, "cpu", answers={line: 4.0})
     assert high.assumed == []
     assert len(high.trace.storages) == len(low.trace.storages) + 1
 
@@ -904,9 +908,8 @@ torch.set_num_threads(1)
 from footprint import measure, predict
 from footprint_models import STEPS
 
-for name in ("transformer with dropout", "checkpointing, reentrant"):
-    build, step = STEPS[name]
-    print(name, abs(predict(build, step, "cpu").peak - measure(build, step)) <= 12)
+build, step = STEPS["checkpointing, reentrant"]
+assert abs(predict(build, step, "cpu").peak - measure(build, step)) <= 12
 report = predict(build, step)
 report.html(sys.argv[1] + "/page.html")
 report.svg(sys.argv[1] + "/picture.svg")
@@ -924,5 +927,5 @@ def test_the_package_alone_in_an_empty_folder_needs_torch_only(tmp_path):
     (tmp_path / "footprint_models.py").symlink_to(ROOT / "tests" / "footprint_models.py")
     command = [sys.executable, "-I", "-S", "-c", ALONE, str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.stdout.count(" True\n") == 2, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "picture.svg").read_text().startswith("<svg xmlns=")

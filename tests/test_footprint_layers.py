@@ -4,10 +4,12 @@ are copies: the predicted peak against the allocator's own record.
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from footprint import measure, predict
+from footprint.probe import inside_bytes
+from footprint.workspace import KernelWorkspaces
 
 TOLERANCE = 12  # bytes
 
@@ -47,7 +49,7 @@ class Masked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x).unflatten(-1, (4, 32)).transpose(1, 2)
         mask = torch.ones(64, 64, dtype=torch.bool).tril()
-        return scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
 
 class Padded(nn.Module):
@@ -60,6 +62,75 @@ class Padded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.encoder(x, src_key_padding_mask=torch.zeros(x.shape[:2], dtype=torch.bool))
+
+
+class Transposed(nn.Module):
+    """A wide layer of rows that are not contiguous: its bias is added in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 32)
+        self.outer = nn.Linear(32, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x).transpose(0, 1)).mean((0, 1))
+
+
+class Projected(nn.Module):
+    """A projection of the rows, which the model goes on with."""
+
+    width = 64
+
+    def __init__(self):
+        super().__init__()
+        self.projection = nn.Linear(64, self.width)
+
+
+class Nearest(Projected):
+    """Vectors of a codebook that are nearest, found by one product."""
+
+    width = 40
+
+    def __init__(self):
+        super().__init__()
+        self.codebook = nn.Embedding(300, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.projection(x).flatten(0, 1)
+        return z - self.codebook(torch.cdist(z, self.codebook.weight).argmin(-1))
+
+
+class Standardized(Projected):
+    """A variance and a mean by one operator, whose gradients its backward adds; and a pool of
+    images whose gradient is not dense.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.projection(x)
+        variance, mean = torch.var_mean(y.flatten(), 0)
+        pooled = F.avg_pool2d(y.unflatten(1, (8, 8)), 2).permute(0, 2, 3, 1)
+        return pooled.sin().sum(-1) * variance + mean
+
+
+class WithImages(Projected):
+    """Embeddings of words, some of which are those of an image."""
+
+    width = 512
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_image = (torch.arange(64) < 16)[:, None].expand(4, 64, 512)
+        words = torch.zeros(4, 64, 512, requires_grad=True)
+        return words.masked_scatter(is_image, self.projection(x[:, :16]))
+
+
+class Sampled(Projected):
+    """Distributions that check what they were given: the policy and the normal one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.projection(x)
+        policy = torch.distributions.Categorical(logits=y)
+        normal = torch.distributions.MultivariateNormal(y, torch.eye(64))
+        return policy.log_prob(policy.sample()) + normal.log_prob(normal.rsample())
 
 
 def rows() -> Tensor:
@@ -77,6 +148,11 @@ def steps() -> Tensor:
 CASES = {
     "attention with a mask of booleans": (Masked, rows),
     "copied layers with a padding mask": (Padded, rows),
+    "a wide layer of transposed rows": (Transposed, rows),
+    "the nearest of many vectors": (Nearest, rows),
+    "statistics and pools": (Standardized, rows),
+    "images among words": (WithImages, rows),
+    "distributions with their checks": (Sampled, rows),
     "EmbeddingBag, sums": (lambda: nn.EmbeddingBag(500, 32, mode="sum"), indices),
     "EmbeddingBag, means": (lambda: nn.EmbeddingBag(500, 32), indices),
 }
@@ -86,6 +162,32 @@ CASES = {
 def test_the_predicted_peak_is_what_the_allocator_records(name):
     build, step = trained(*CASES[name])
     assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
+
+
+def constant(*shape: int) -> Tensor:
+    """As the gradient of a sum is."""
+    return torch.ones(()).expand(shape)
+
+
+aten = torch.ops.aten
+distances = aten._euclidean_dist.default
+INSIDE = {
+    "distances of many": (distances, torch.randn(1024, 512), torch.randn(64, 512)),
+    "distances to many": (distances, torch.randn(64, 512), torch.randn(1024, 512)),
+    "distances of wide ones": (distances, torch.randn(30, 700), torch.randn(31, 700)),
+    "a sum of exponentials": (aten.logsumexp.default, torch.randn(60, 70), [-1]),
+    "a roll of three axes": (aten.roll.default, torch.randn(10, 20, 30), (1, 2, 3), (0, 1, 2)),
+    "a batch of products": (aten.bmm.default, constant(10, 50, 60), torch.randn(10, 60, 40)),
+    "a product with a vector": (aten.mv.default, constant(50, 60), torch.randn(60)),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_an_operator_holds_inside_what_the_allocator_records(name):
+    func, *args = INSIDE[name]
+    declared = KernelWorkspaces("cpu")(func, args, func(*args))
+    assert declared == inside_bytes(func, args)
+    assert declared > 0
 
 
 def test_what_is_loaded_inside_build_ends_with_it(tmp_path):

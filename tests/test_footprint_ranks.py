@@ -46,7 +46,6 @@ def test_the_predicted_peak_is_that_of_ranks_that_run_byte_for_byte(ranks, sprea
     """A thread of gloo may hold a buffer longer than the step does, by the rank and the moment:
     then that rank's peak is higher by the buffer.
     """
-    pytest.importorskip("transformers", reason="transformers is not installed")
     names = [name for name in OVER_RANKS if name.startswith(spread)]
     observed = run_ranks(observed_each, ranks, names)
     for name, found in zip(names, zip(*observed, strict=True), strict=True):

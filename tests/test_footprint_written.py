@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from footprint import Recording, predict
-from tests.footprint_models import BATCH, TOKENS, VOCABULARY, Transformer, convolutions
+from tests.footprint_models import BATCH, TOKENS, VOCABULARY, Transformer, convolutions, one_layer
 
 
 class Form:
@@ -27,7 +27,7 @@ class Form:
         self.device = device
 
     def model(self) -> nn.Module:
-        return Transformer().to(self.device)
+        return one_layer().to(self.device)
 
     def build(self):
         model = self.model()
@@ -95,7 +95,7 @@ class Replicated(Ranks):
         if self.device == "cpu":
             return DistributedDataParallel(super().model())
         rank = int(os.environ["LOCAL_RANK"])
-        return DistributedDataParallel(Transformer().to(rank), device_ids=[rank])
+        return DistributedDataParallel(one_layer().to(rank), device_ids=[rank])
 
 
 class Sharded(Ranks):
@@ -146,7 +146,7 @@ class Offload(Form):
 class Logged(Form):
     def build(self):
         with torch.device(self.device):
-            model = Transformer()
+            model = one_layer()
         self.peaks = []
         return model, torch.optim.AdamW(model.parameters())
 

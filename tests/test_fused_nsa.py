@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import weakref
 from pathlib import Path
 
@@ -88,14 +89,14 @@ def compare(tensors, cfg=TINY):
     assert_selection(chosen, truth_in, cfg, 1e-5 if dtype == torch.float32 else 1e-4)
 
 
-@pytest.mark.parametrize("T", [1, 4, 17, *map(slow, (3, 16, 37))])
+@pytest.mark.parametrize("T", [1, 4, 17, *map(slow, (3, 16))])
 def test_every_branch_gradient_and_choice_matches_float64(T):
     compare(make(T, G=1, M=4))
 
 
-@pytest.mark.parametrize("G, M", few_fast([(1, 3), (1, 1), (2, 2), (1, 8)], 4))
+@pytest.mark.parametrize("G, M", few_fast([(1, 3), (2, 2), (1, 8)], 4))
 def test_every_group_size_matches_float64(G, M):
-    compare(make(29, G=G, M=M))
+    compare(make(22, G=G, M=M))
 
 
 def test_a_head_dim_that_is_no_power_of_two_matches_float64():
@@ -112,10 +113,8 @@ def test_fp16_is_within_its_rounding():
         [
             dict(cmp_block=4, cmp_stride=4),
             dict(cmp_block=2, cmp_stride=1, sel_block=2, sel_count=8, window=50),
-            dict(cmp_stride=1, sel_init=0, sel_local=1),
-            dict(sel_count=5, sel_init=2, sel_local=3),
-            dict(sel_block=6, window=1),
-            dict(sel_block=8, sel_count=3, window=1000),
+            dict(cmp_stride=1, sel_init=0, sel_local=1, window=1),
+            dict(sel_block=6, sel_count=5, sel_init=2, sel_local=3),
         ],
         3,
     ),
@@ -138,12 +137,12 @@ def test_chunks_of_pairs_equal_one_chunk(monkeypatch):
     _, _, H, K = tensors[0].shape
     M = H // tensors[1].shape[2]
     numbers_of_a_query = TINY.sel_count * M * K
-    for queries in (19, 17):  # one KV head at a time, 17 queries at a time
-        monkeypatch.setattr(blocks, "PARTIAL_RESULT_NUMBERS", numbers_of_a_query * queries)
-        parts, grads = run(tensors)
-        assert torch.equal(whole[3], parts[3])
-        for x, y in zip([*whole, *whole_grads], [*parts, *grads], strict=True):
-            assert torch.allclose(x, y, rtol=0, atol=5e-6)
+    # 17 queries of a KV head at a time, and its last two
+    monkeypatch.setattr(blocks, "PARTIAL_RESULT_NUMBERS", numbers_of_a_query * 17)
+    parts, grads = run(tensors)
+    assert torch.equal(whole[3], parts[3])
+    for x, y in zip([*whole, *whole_grads], [*parts, *grads], strict=True):
+        assert torch.allclose(x, y, rtol=0, atol=5e-6)
 
 
 # ---- the dense branches
@@ -245,9 +244,9 @@ def test_nan_inputs_reach_the_output_and_read_nothing_out_of_bounds():
 @pytest.mark.slow
 def test_opcheck_passes_for_forward_and_backward(monkeypatch):
     monkeypatch.undo()  # opcheck calls torch.empty_like on tensors without data
-    documents = [7, 3]
+    documents = [5, 1]
     cu = boundaries(documents)
-    tensors = make(10, G=1, documents=documents)
+    tensors = make(6, G=1, M=1, documents=documents)
     sizes = sizes_of(TINY)
     torch.library.opcheck(engine.nsa_forward, (*tensors, cu, sizes, True))
 
@@ -275,7 +274,7 @@ class ZerosMade(TorchDispatchMode):
     "nsa_attention", [nsa_attention, engine.nsa_attention], ids=["triton", "engine"]
 )
 def test_results_without_a_gradient_cost_the_backward_no_zeros(nsa_attention):
-    tensors = make(19)
+    tensors = make(5, G=1)
     o = nsa_attention(*tensors, TINY)
     with ZerosMade() as made:
         o.sum().backward()
@@ -431,24 +430,31 @@ def test_sizes_that_do_not_fit_the_chip_are_refused(settings, cfg, words):
         nsa_attention(*make(6, G=1, cfg=cfg, **settings), cfg)
 
 
-def compiled_for(capability, dtype, folder):
+@functools.cache
+def compiled() -> list[dict]:
     """What tests/kernel_resources.py says of each kernel; the interpreter is off in its process."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     if not all((tools / tool).exists() for tool in ("ptxas", "cuobjdump")):
         pytest.skip(f"{tools} has no ptxas or no cuobjdump: the kernels are not compiled")
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder)}
-    environment.pop("TRITON_INTERPRET", None)
-    sizes = (capability, dtype, 128, 64)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernel_resources", *map(str, sizes)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent.parent,
-        timeout=600,
-    )
+    cards = ("80-bfloat16", "90-bfloat16", "100-bfloat16", "90-float32-pair_backward_kernel")
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "TRITON_CACHE_DIR": folder}
+        environment.pop("TRITON_INTERPRET", None)
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.kernel_resources", *cards],
+            env=environment,
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent.parent,
+            timeout=900,
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def compiled_for(capability: int, dtype: str) -> list[dict]:
+    card = capability, dtype
+    return [kernel for kernel in compiled() if (kernel["capability"], kernel["dtype"]) == card]
 
 
 WITH_PRODUCTS = ("importance", "pair", "tile")
@@ -457,14 +463,13 @@ NARROW = ("put_kernel", "choose_blocks_kernel")  # they read few numbers
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_all_kernels_compile_for_a_card_without_having_it(capability, tmp_path, monkeypatch):
+def test_all_kernels_compile_for_a_card_without_having_it(capability):
     """The interpreter accepts code that the compiler refuses; Triton's compiler needs no GPU.
 
     In bf16 with heads of 128: tensor cores, no spilled register, no atomics, shared memory that
     fits and that `refusal` foresees.
     """
-    monkeypatch.undo()
-    kernels = compiled_for(capability, "bfloat16", tmp_path)
+    kernels = compiled_for(capability, "bfloat16")
     assert {k["kernel"] for k in kernels} == {
         name for module in (nsa, blocks, decode) for name in dir(module) if name.endswith("_kernel")
     }
@@ -491,16 +496,10 @@ def test_all_kernels_compile_for_a_card_without_having_it(capability, tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability, dtype", [(90, "float32"), (86, "bfloat16")])
-def test_other_sizes_fit_the_shared_memory_that_is_foreseen(
-    capability, dtype, tmp_path, monkeypatch
-):
-    monkeypatch.undo()
-    available = SHARED_MEMORY[capability] * 1024
-    itemsize = getattr(torch, dtype).itemsize
-    needed = tiles.shared_memory_needed(4, 128, itemsize, 64, available)
-    for kernel in compiled_for(capability, dtype, tmp_path):
-        assert kernel["shared"] <= needed <= available, kernel
+def test_the_kernel_that_takes_most_fits_the_foreseen_shared_memory_in_fp32_too():
+    available = SHARED_MEMORY[90] * 1024
+    (kernel,) = compiled_for(90, "float32")
+    assert kernel["shared"] <= tiles.shared_memory_needed(4, 128, 4, 64, available) <= available
 
 
 # ---- a real GPU

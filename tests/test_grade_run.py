@@ -37,6 +37,7 @@ SMALL = (
     "--context_length 32 --max_new_tokens 4 --gumbel_topk 24 --global_batch_size 4 "
     "--batch_size 2 --lr 1e-3"
 )
+SHORT = "--context_length 29 --max_new_tokens 1"  # which is planned in less time
 VALIDATED = "--max_steps 4 --eval_every 2 --eval_rows 6"
 
 
@@ -195,10 +196,10 @@ def test_the_tokens_of_all_responses_of_a_prompt_are_counted(folder, tmp_path):
     "flags, said",
     [
         ("--max_new_tokens 32", "--max_new_tokens 32 leaves no token of"),
-        slow("--data {}/long", "prompt of 29 tokens, and the context leaves 28"),
+        slow(f"--data {{}}/long {SHORT}", "prompt of 29 tokens, and the context leaves 28"),
         ("--gumbel_topk 105", "--gumbel_topk 105 exceeds the vocabulary of 104"),
         ("--method all --gumbel_topk -1", "--gumbel_topk -1 is out of range"),
-        slow("--data {}/asked", "tokens, and the one before it "),
+        slow(f"--data {{}}/asked {SHORT}", "tokens, and the one before it "),
         ("--reward_checkpoint {}", "is no reward model, because it has no reward.safetensors"),
         ("--attention_type nsa", "nsa has no cache yet that gradients pass through: use standard"),
         ("--evals loss", "unknown flag --evals"),
@@ -220,7 +221,7 @@ def test_a_policy_that_has_diverged_ends_in_one_line(folder, tmp_path, capsys):
     policy.norm.weight.data.fill_(3e38)
     qwen3.to_hf(policy, tmp_path / "diverged")
     with pytest.raises(SystemExit) as stop:
-        run(folder, tmp_path / "run", f"--checkpoint {tmp_path}/diverged")
+        run(folder, tmp_path / "run", f"--checkpoint {tmp_path}/diverged {SHORT}")
     assert stop.value.code == NUMERICS
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "step 1: " in line and "not finite at tau 2, with a largest finite |logit|" in line
@@ -258,7 +259,7 @@ def test_what_the_demo_cannot_run_is_refused_before_its_models_are_made(
 @pytest.mark.slow
 def test_the_demo_measures_every_method_by_prompts_that_nothing_saw(short_demo, tmp_path, capsys):
     out = tmp_path / "demo"
-    more = "--demo --method all --max_steps 2 --max_new_tokens 3 --batch_size 4 --eval_every 0"
+    more = "--demo --method all --max_steps 1 --max_new_tokens 2 --batch_size 4 --eval_every 0"
     words = [*more.split(), "--output_dir", str(out)]
     grade.main([*words, "--plan"])
     assert capsys.readouterr().out.count("plan (computed)") == len(METHODS)

@@ -19,7 +19,6 @@ from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
 from longhaul.sparse.indexer import Indexed
 from model import Decoder, ModelConfig, NSAConfig, Standard
-from tests.tiers import slow
 
 SIZES = dict(count=3, block=8, head_dim=24)  # chooses from 24 tokens on
 SHAPE = dict(vocab_size=97, num_layers=2, hidden_size=64, num_heads=4, head_dim=16, ffn_size=96)
@@ -146,15 +145,15 @@ def test_levers_change_neither_the_losses_nor_what_the_indexer_learns(changes):
             assert float(got.figures[name]) == pytest.approx(float(figure), rel=1e-4)
 
 
-@pytest.mark.parametrize("stop", [2, 5], ids=["in the warm-up", "behind it"])
+@pytest.mark.parametrize("stop", [1, 3], ids=["in the warm-up", "behind it"])
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(stop, tmp_path):
-    cfg = settings(indexer_warmup=3)
-    whole, _ = trained(cfg, 7)
+    cfg = settings(indexer_warmup=2)
+    whole, _ = trained(cfg, 4)
     before, _ = trained(cfg, stop)
     folder = save.save(before, tmp_path, {})
     state = step.build(cfg, cfg.model(), "cpu")
     load.load_state(state, load.verified(folder))
-    for _ in range(7 - stop):
+    for _ in range(4 - stop):
         step.train_step(state, [batch()])
     for (name, p), want in zip(
         state.model.named_parameters(), whole.model.parameters(), strict=True
@@ -254,7 +253,6 @@ LONG = dict(context_length=2048, dtype="bf16")  # full tiles, as the planner cou
     [
         dict(gradient_checkpointing="selective"),
         dict(gradient_checkpointing="full", indexer_warmup=3),
-        slow(dict(gradient_checkpointing="full", dtype="fp32")),
     ],
     ids=str,
 )

@@ -52,8 +52,6 @@ def inputs(N=203, D=32, V=1009, dtype=torch.float32, regime="flat", seed=0):
     y = torch.randint(V, (N,))
     if N > 1:
         y[:2] = torch.tensor([0, V - 1])
-    if regime == "diffuse":
-        h = 4 * h  # logits of std 4
     if regime == "peaked":
         h = h + 14 * F.normalize(w[y], dim=1)
     return h.to(dtype), w.to(dtype), y
@@ -128,7 +126,6 @@ def test_fp32_is_within_1e6_of_float64_for_any_tiling_and_option(loss, options):
     "loss, regime",
     [
         (linear_cross_entropy, "flat"),
-        (linear_cross_entropy, "diffuse"),
         (linear_cross_entropy, "peaked"),
         (one_pass_loss, "flat"),
         (one_pass_loss, "peaked"),
@@ -236,14 +233,14 @@ def test_the_labels_logit_stays_in_fp32_so_a_tokens_loss_is_better_than_the_stan
 
 
 def test_bf16_errors_do_not_grow_with_the_number_of_tiles_but_those_of_a_naive_loop_do():
-    h, w, y = inputs(2048, 64, 1000, torch.bfloat16)
+    h, w, y = inputs(1024, 64, 1000, torch.bfloat16)
     want = truth(h, w, y)
     exact = dense(h.double(), w.double(), y, reduction="none")
 
     loss_errors = []
     dh_errors = []
     dw_errors = []
-    for token_tile, vocab_tile in ((2048, 1000), (16, 1000), (16, 20)):
+    for token_tile, vocab_tile in ((1024, 1000), (16, 1000), (16, 20)):
         tiles = dict(token_tile=token_tile, vocab_tile=vocab_tile)
         _, dh, dw = chunked(h, w, y, **tiles)
         loss_errors.append(off_by(token_losses(h, w, y, **tiles), exact))
@@ -481,17 +478,17 @@ def test_8_bytes_per_token_are_saved_4_more_with_a_z_loss_and_a_naive_loop_saves
 
 
 def test_peak_memory_through_backward_is_under_2_percent_of_the_standard_loss():
-    h, w, y = inputs(2048, 16, 40_000, torch.bfloat16)
+    h, w, y = inputs(1024, 16, 40_000, torch.bfloat16)
     results = 2 * (h.numel() + w.numel())  # the gradients, in bf16
     ours = peak_bytes(lambda: chunked(h, w, y), CPU) - results
     plain = peak_bytes(lambda: gradients(standard_loss, h, w, y), CPU) - results
-    assert plain > 2048 * 40_000 * 8 and ours < 0.02 * plain
+    assert plain > 1024 * 40_000 * 8 and ours < 0.02 * plain
 
 
 @pytest.mark.slow
 def test_doubling_the_vocabulary_adds_no_memory_beyond_the_weights_gradient():
     peaks = []
-    for V in (20_000, 40_000):
+    for V in (10_000, 20_000):
         h, w, y = inputs(512, 64, V, torch.bfloat16)
         passes = functools.partial(gradients, linear_cross_entropy, h, w, y)
         peaks.append(peak_bytes(passes, CPU) - 2 * w.numel())

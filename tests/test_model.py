@@ -488,8 +488,15 @@ def training_pass(length: int, dtype: str, documents: bool, make):
     return lambda: decoder(tokens, tokens, doc_ids=doc_ids).backward()
 
 
-@pytest.mark.parametrize("dtype, documents", [("float32", True), ("bfloat16", False)])
-@MAKES
+@pytest.mark.parametrize(
+    "dtype, documents, make",
+    [
+        ("float32", True, Decoder),
+        ("float32", True, kernels.decoder),
+        ("float32", False, Decoder),
+        ("bfloat16", False, kernels.decoder),
+    ],
+)
 def test_a_training_pass_at_4096_tokens_allocates_neither_scores_nor_logits(dtype, documents, make):
     length, size = 4096, 2 if dtype == "bfloat16" else 4
     largest = largest_allocation(training_pass(length, dtype, documents, make))

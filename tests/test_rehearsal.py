@@ -92,7 +92,7 @@ def test_micro_batches_have_the_shapes_of_the_longest_groups():
             )
         ),
         slow(dict(kl="k3", batch_size=2, mlp_tiles=3)),
-        slow(dict(gradient_checkpointing="none", gradient_accumulation_steps=2)),
+        slow(dict(gradient_checkpointing="none", gradient_accumulation_steps=4)),
     ],
     ids=str,
 )
@@ -110,14 +110,6 @@ def test_what_is_reserved_is_that_of_the_update_too():
     peak, time = trace.peak()
     assert trace.stage_at(time) != "rollout"
     assert replay(trace).peak_live == pytest.approx(peak, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_micro_batches_that_do_not_run_are_counted():
-    cfg = changed(gradient_accumulation_steps=5, model_overrides=("num_layers=1",))
-    short = simulate(cfg, target="cpu").peak_by_stage()
-    whole = simulate(cfg, target="cpu", every_tile=True).peak_by_stage()
-    assert short == whole
 
 
 @pytest.mark.slow
@@ -152,7 +144,7 @@ GRADE = GradeConfig(
     "changes",
     [
         slow({}),
-        slow(dict(method="reinforce")),
+        slow(dict(method="reinforce", model_overrides=("num_layers=1",))),
         slow(dict(freeze_embeddings=True, gradient_checkpointing="none", method="ste")),
     ],
     ids=str,
@@ -189,13 +181,13 @@ def test_a_vocabulary_with_padding_is_predicted_to_the_byte(changes, monkeypatch
 
 
 LONG = dataclasses.replace(
-    GRADE, model_overrides=("num_layers=1",), context_length=48, max_new_tokens=16
+    GRADE, model_overrides=("num_layers=1",), context_length=48, max_new_tokens=12
 )
 
 
 @pytest.mark.slow
 def test_long_soft_responses_follow_from_short_ones():
-    cfg = dataclasses.replace(LONG, method="reinforce", max_new_tokens=32)
+    cfg = dataclasses.replace(LONG, method="reinforce")
     check_stages(cfg, simulate(cfg, target="cpu").peak_by_stage())
 
 
@@ -234,7 +226,7 @@ def test_the_weights_that_every_stage_holds_are_known_without_a_simulation(cfg, 
 def test_all_methods_need_what_the_largest_needs(context, name):
     """REINFORCE has a row for each response of a group, which is long if the prompt is."""
     small = dict(model_overrides=("num_layers=1",), max_new_tokens=2, context_length=context)
-    cfg = dataclasses.replace(GRADE, **small, method="all")
+    cfg = dataclasses.replace(GRADE, **small, method="all", device="cuda")
     peaks = {}
     for method in grade.METHODS:
         one = dataclasses.replace(cfg, method=method)
@@ -282,7 +274,7 @@ def test_every_rung_of_a_policy_is_a_command_with_its_settings(kl_coef, last):
 
 @pytest.mark.slow
 def test_the_longest_context_of_a_policy_fills_the_device():
-    lengths = dict(context_length=8192, max_response_length=2000)
+    lengths = dict(context_length=10_240, max_response_length=2000)
     cfg = changed(model_overrides=("num_layers=1",), device="cuda", **lengths)
     search = Search(functools.partial(solve.judged, GIB), GIB)
     found = solve.longest(search, AS_ASKED, planner.on_ranks(cfg)).request.cfg
@@ -307,7 +299,7 @@ def test_rotary_tables_are_as_long_as_the_first_step_makes_them():
 
 
 @pytest.mark.parametrize(
-    "cfg", [slow(changed(context_length=1000, max_response_length=100)), GRADE]
+    "cfg", [slow(SMALL), dataclasses.replace(GRADE, model_overrides=("num_layers=1",))]
 )
 def test_the_predicted_peak_is_what_the_allocator_records(cfg):
     predicted, _ = simulate(cfg, target="cpu").peak()
@@ -332,7 +324,7 @@ def test_a_rollout_takes_what_its_first_and_last_forwards_take():
 @pytest.mark.slow
 def test_parts_of_a_prompt_that_are_left_out_take_no_more_memory(monkeypatch):
     monkeypatch.setattr("longhaul.generate.PREFILL_CHUNK", 32)
-    cfg = changed(model_overrides=("num_layers=1",))
+    cfg = changed(model_overrides=("num_layers=1",), context_length=140)
 
     def peaks(parts) -> dict[str, int]:
         monkeypatch.setattr(rollout, "largest_parts", parts)

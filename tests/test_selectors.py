@@ -367,7 +367,7 @@ def test_it_passes_every_check_of_verify_kind():
 
 def planned_run(kind: str, **changes) -> TrainConfig:
     small = ("count=8", "dense_below=0", "local=2")  # choose from 512 tokens on
-    sizes = dict(model_size="tiny", vocab_size=97, context_length=2048, dtype="fp32")
+    sizes = dict(model_size="tiny", vocab_size=97, context_length=1024, dtype="fp32")
     return TrainConfig(**sizes | changes, attention_type=kind, blocks=small)
 
 
@@ -376,9 +376,7 @@ def planned_run(kind: str, **changes) -> TrainConfig:
     "kind, checkpointing, dtype",
     [
         ("exact", "full", "bf16"),
-        ("bounds", "none", "fp32"),
         ("pooled", "selective", "fp32"),
-        ("mean", "selective", "bf16"),
     ],
 )
 def test_the_simulated_and_the_planned_peak_are_what_the_allocator_records(

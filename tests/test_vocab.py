@@ -178,7 +178,7 @@ def test_topk_equals_the_dense_topk_and_noise_only_reorders():
 def test_self_certainty_over_a_frozen_head_takes_a_fiftieth_of_the_memory_of_full_logits():
     g = torch.Generator().manual_seed(0)
     h, w = (
-        torch.randn(512, 16, generator=g).bfloat16(),
+        torch.randn(128, 16, generator=g).bfloat16(),
         torch.randn(151_936, 16, generator=g).bfloat16(),
     )
 

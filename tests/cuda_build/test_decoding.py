@@ -1,6 +1,7 @@
 """A decoding step on a CUDA device: its launches, counted, and that nothing in it waits."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -50,6 +51,7 @@ def run_once(step, device):
     return step
 
 
+@functools.cache
 def steps_of(layers: int, attention_type: str, captured: bool) -> list[list[str]]:
     """The operators of four steps; with sparse attention the last one completes a block."""
     config = ModelConfig.preset(

@@ -14,7 +14,7 @@ from base import machine
 from longhaul.vocab import loss as vocab_loss
 from tests.cuda_build.fakes import HOPPER, Card, Operators
 
-N = 131_072
+N = 65_536
 D = 2560
 V = 151_936
 # they launch no kernel
@@ -85,13 +85,13 @@ def one_pass(hidden_ND, weight_VD, labels_N, tiles):
 
 def test_the_forward_launches_three_kernels_per_tile_of_8192_by_8192():
     found = launches(forward)
-    tiles = 16 * 19
+    tiles = 8 * 19
     assert found["fold_logsumexp"] == found["mm"] == tiles
     assert found.total() < 3 * tiles + 150
 
 
 def test_the_backward_adds_its_products_in_fp32():
-    found = launches(backward)
+    found = launches(backward, tokens=2 * N)
     tiles = 16 * 75
     assert found["logits_to_gradient"] == found["mm"] == tiles
     assert found["mixed product"] == tiles + 75
@@ -112,9 +112,8 @@ def test_one_block_of_low_precision_is_one_product_of_its_dtype():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("name", ["fold_kernel", "gradient_kernel"])
-def test_the_kernels_of_a_tile_load_16_bytes_at_once_and_spill_no_register(name, softcap):
+def test_the_kernels_of_a_tile_load_16_bytes_at_once_and_spill_no_register(name):
     pytest.importorskip("triton", reason="triton is not installed: nothing is compiled")
     from longhaul.vocab import triton_bodies
     from tests.kernel_resources import compiled, resources
@@ -124,7 +123,7 @@ def test_the_kernels_of_a_tile_load_16_bytes_at_once_and_spill_no_register(name,
     arguments = dict.fromkeys(vectors, torch.empty(1)) | {
         "z_ptr": torch.empty(1, dtype=torch.bfloat16),
         "target_ptr": torch.empty(1, dtype=torch.int32),
-        **dict(V=8192, stride=151_936, softcap=softcap, BLOCK=4096),
+        **dict(V=8192, stride=151_936, softcap=30.0, BLOCK=4096),
     }
     built = compiled(kernel, arguments, 90, num_warps=8)
     assert "ld.global.v4.b32" in built.asm["ptx"], "bf16 must be loaded 16 bytes at a time"

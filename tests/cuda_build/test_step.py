@@ -30,16 +30,13 @@ FULL = dict(gradient_checkpointing="full")
 IN_BACKWARD = dict(optimizer_in_backward=True, grad_clip=0.0)
 LEVERS = {
     "plain": {},
-    "selective": dict(gradient_checkpointing="selective"),
-    "accumulation": dict(gradient_accumulation_steps=2),
-    "tiles": FULL | dict(mlp_tiles=4),
-    "head groups": FULL | dict(attention_head_groups=8),
-    "offloaded activations": FULL | dict(offload_activations=True),
-    "adamw_bf16": dict(optimizer="adamw_bf16"),
-    "adamw_8bit": dict(optimizer="adamw_8bit", master_weights="none"),
-    "muon": dict(optimizer="muon"),
+    "selective, accumulation, adamw_bf16": dict(
+        gradient_checkpointing="selective", gradient_accumulation_steps=2, optimizer="adamw_bf16"
+    ),
+    "tiles, head groups, muon": FULL | dict(mlp_tiles=4, attention_head_groups=8, optimizer="muon"),
+    "offloaded activations, adamw_8bit": FULL
+    | dict(offload_activations=True, optimizer="adamw_8bit", master_weights="none"),
     "sparse, checkpointing": FULL | dict(attention_type="nsa", kernels="auto"),
-    "indexed": dict(attention_type="indexed", kernels="auto"),
     "indexed, warm-up": dict(attention_type="indexed", kernels="auto", indexer_warmup=2),
     "8 bits in backward": IN_BACKWARD | dict(optimizer="adamw_8bit", master_weights="none"),
 }

@@ -72,7 +72,7 @@ TIERS = {
         4,
         [
             setting(STANDARD, 2, UNTIED, batch_size=2, dp_replicate=2),
-            setting(SPARSE, 2, FOUR, UNTIED, batch_size=1),
+            setting(SPARSE, 2, FOUR, UNTIED, packed=False, batch_size=1),
             setting(
                 STANDARD,
                 4,
@@ -258,6 +258,28 @@ def test_the_shards_of_a_row_are_all_of_it_once_and_equal(mode):
     } == {T // 4}
     if mode == "gather_kv":  # as many (query, key) pairs on each rank
         assert len({int((part + 1).sum()) for part in parts}) == 1
+
+
+def test_the_pieces_of_all_ranks_meet_each_causal_pair_of_a_document_once():
+    ends, meetings = (
+        torch.tensor([0, 5, 6, 36, T, T + 50, 2 * T]),
+        torch.zeros(2, T, T, dtype=torch.int),
+    )
+    for rank in range(4):
+        shard = context.Shard("gather_kv", rank, 4)
+        token = shard.cut(torch.arange(T)[None])[0]
+        for rows, queries, past, own in context.pieces(ends, (2, T), shard):
+            assert torch.equal(token[queries], torch.arange(T)[own])
+            meetings[rows, own, past] += 1
+            meetings[rows, own, own] += torch.ones(
+                own.stop - own.start, own.stop - own.start, dtype=torch.int
+            ).tril()
+    lengths = ends.diff().tolist()
+    for row, part in ((0, lengths[:4]), (1, lengths[4:])):
+        assert torch.equal(
+            meetings[row],
+            torch.block_diag(*(torch.ones(n, n, dtype=torch.int).tril() for n in part)),
+        )
 
 
 def test_the_attention_of_a_gpu_is_called_as_its_signature_says():

@@ -1,5 +1,7 @@
 """One ladder and one verdict serve --fit auto, --solve, --advise and the out-of-memory report."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from longhaul.memory.search import AS_ASKED, Found, Lever, Search, pulled
 from longhaul.posttrain.config import IntuitorConfig
 
 CFG = TrainConfig(model_size="0.6B", context_length=65536, batch_size=4, loss="standard")
+SHALLOW = dataclasses.replace(CFG, model_overrides=("num_layers=1",))
 RUNGS = [
     "as asked",
     "chunked loss",
@@ -36,6 +39,10 @@ def ladder(cfg: TrainConfig) -> list[tuple[str, TrainConfig]]:
 
 def names(cfg: TrainConfig) -> list[str]:
     return [name for name, _ in ladder(cfg)]
+
+
+def planned(available: float) -> plan.Plan:
+    return plan.plan(SHALLOW, SHALLOW.model(), World(), torch.device("cuda"), available)
 
 
 def test_every_rung_adds_one_lever_to_the_one_below():
@@ -146,6 +153,20 @@ def test_a_step_of_more_than_15_minutes_is_not_proposed(monkeypatch):
 @pytest.mark.parametrize("rows, sizes", [(1, []), (4, [2, 1]), (6, [3, 1]), (7, [1]), (9, [3, 1])])
 def test_micro_batches_shrink_to_divisors(rows, sizes):
     assert advise.smaller_batches(rows) == sizes
+
+
+def needed(cfg: TrainConfig) -> float:
+    return plan.plan(cfg, cfg.model(), World(), torch.device("cuda"), 1e6).needed_gib
+
+
+def test_the_first_rung_that_fits_is_chosen():
+    sizes = [needed(request) for _, request in ladder(SHALLOW)]
+    assert fit.fitted(planned(sizes[0])) == planned(sizes[0])
+
+    found = fit.fitted(planned(sizes[2]))
+    assert found.asked.gradient_checkpointing == "full"
+    assert found.asked.batch_size == CFG.batch_size
+    assert fit.fitted(planned(min(sizes) - 0.01)) is None
 
 
 # ---- the search itself

@@ -370,17 +370,22 @@ def test_a_run_asked_for_another_context_is_told_of_init_from(finished, data, ca
 
 
 @pytest.mark.slow
-def test_no_proposal_drops_init_from_or_its_size(hf):
-    cfg = settings(f"--init_from {hf} --context_length 8 --batch_size 2")
+def test_no_proposal_drops_init_from_or_its_size(tmp_path):
+    """A plan needs config.json and no weights."""
+    with torch.device("meta"):
+        large = Decoder(ModelConfig.preset("1.7B"))
+    (tmp_path / "config.json").write_text(json.dumps(qwen3.hf_config(large)))
+    cfg = settings(f"--init_from {tmp_path} --context_length 8 --batch_size 2")
+    assert cfg.model_size == "1.7B"
+
     request = plan.plan(cfg, cfg.model(), World(), torch.device("cuda"), 30.0)
     proposed = list(fit._proposals(request))
     assert len(proposed) > 10
     for one in proposed:
-        assert one.asked.init_from == str(hf)
-        assert one.asked.model_size == cfg.model_size
-        assert one.config.hidden_size == 48
+        assert one.asked.init_from == str(tmp_path)
+        assert one.asked.model_size == "1.7B"
     nearest = next(filter(fit._runs_here, proposed))
-    assert f"--init_from {hf}" in fit.proposal(nearest, request)
+    assert f"--init_from {tmp_path}" in fit.proposal(nearest, request)
 
 
 # ---- export

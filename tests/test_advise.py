@@ -16,8 +16,6 @@ ANALYSIS = [
     "float32",
     "--model_size",
     "1.7B",
-    "--model_overrides",
-    "num_layers=18",
     "--context_length",
     "2048",
 ]
@@ -38,7 +36,7 @@ def test_each_card_gets_its_precision(capsys):
     """The figures of docs/LAB.md, far above what patching of 16 short prompts takes; one test,
     because what was simulated is remembered.
     """
-    rows = ["--batch_size", "20", "--skip_patching"]
+    rows = ["--batch_size", "20", "--skip_patching", "--model_overrides", "num_layers=18"]
     for card in (["--gpu", "RTX 3090"], ["--gpu", "V100 16GB"]):
         code, printed = advised([*rows, *card], capsys)
         assert code == 0 and "instead of fp32" not in printed
@@ -54,15 +52,17 @@ def test_each_card_gets_its_precision(capsys):
 
 def test_a_card_that_holds_it_gets_no_change_and_one_that_holds_nothing_all(capsys):
     few = ["--skip_sae", "--skip_patching", "--layers", "0", "--batch_size", "2"]
+    few += ["--model_overrides", "num_layers=2"]
     code, printed = advised([*few, "--gpu", "RTX 3090"], capsys)
     assert code == 0 and "instead of fp32" not in printed
-    code, printed = advised([*few, "--vram", "2"], capsys)
+    code, printed = advised([*few, "--vram", "1"], capsys)
     assert code == 3 and "bf16 instead of fp32" in printed and "+ the CPU" in printed
 
 
 @pytest.mark.slow
 def test_advice_for_training_climbs_to_the_host(capsys):
-    args = ["--advise", "--gpu", "RTX 4090", "--model_size", "1.7B", "--context_length", "32768"]
+    model = ["--model_size", "1.7B", "--model_overrides", "num_layers=2"]
+    args = ["--advise", "--vram", "6", *model, "--context_length", "32768"]
     assert profile_memory.main(args) == 2
     printed = capsys.readouterr().out
     assert "offloaded activations" in printed

@@ -17,7 +17,7 @@ from longhaul.kernels import sdpa
 from longhaul.parallel import context
 from longhaul.parallel.parts import attention_part, attention_part_backward
 from tests.ranks import run_ranks
-from tests.test_parallel import ROWS, assert_same, train
+from tests.test_parallel import ROWS, assert_same, built, train
 
 T = 72  # divides by 2 x 4 ranks; every chunk boundary falls inside a document
 STANDARD = dict(context_length=T)
@@ -55,7 +55,7 @@ TIERS = {
         2,
         [
             setting(STANDARD, 2, context_parallel_mode="ulysses"),
-            setting(SPARSE, 2, UNTIED, batch_size=2),
+            setting(SPARSE, 2, FOUR, UNTIED, batch_size=2, **PARTS),
             setting(STANDARD, 2, FOUR, batch_size=2, context_parallel_mode="ulysses", **PARTS),
             setting(
                 STANDARD,
@@ -64,23 +64,15 @@ TIERS = {
                 context_parallel_mode="gather_kv",
                 gradient_checkpointing="selective",
                 mlp_tiles=2,
+                loss="chunked",
             ),
-        ],
-    ),
-    "more": (
-        2,
-        [
-            setting(STANDARD, 2, packed=False, batch_size=4, loss="chunked"),
-            setting(SPARSE, 2, packed=False, batch_size=2, gradient_checkpointing="full"),
-            setting(SPARSE, 2, FOUR, batch_size=2, **PARTS),
         ],
     ),
     "four": (
         4,
         [
             setting(STANDARD, 2, UNTIED, batch_size=2, dp_replicate=2),
-            setting(STANDARD, 2, FOUR, batch_size=1, context_parallel_mode="ulysses"),
-            setting(SPARSE, 2, batch_size=2),
+            setting(SPARSE, 2, FOUR, UNTIED, packed=False, batch_size=1),
             setting(
                 STANDARD,
                 4,
@@ -97,8 +89,8 @@ TIERS = {
     "compiled": (
         2,
         [
-            setting(base, 2, batch_size=2, compile=True, gradient_checkpointing="full")
-            for base in (STANDARD, SPARSE)
+            setting(base, 2, *overrides, batch_size=2, compile=True, gradient_checkpointing="full")
+            for base, overrides in ((STANDARD, ()), (SPARSE, (FOUR, UNTIED)))
         ],
     ),
 }
@@ -127,7 +119,7 @@ def cases(tier: str) -> list:
     return [pytest.param(tier, index, marks=marks) for index in range(len(TIERS[tier][1]))]
 
 
-@pytest.mark.parametrize("tier, index", [*cases("fast"), *cases("more"), *cases("four")])
+@pytest.mark.parametrize("tier, index", [*cases("fast"), *cases("four")])
 def test_ranks_that_share_rows_change_nothing(tier, index):
     changes, packed = TIERS[tier][1][index]
     expected = truth(changes.get("attention_type", "standard"), changes["model_overrides"], packed)
@@ -310,7 +302,9 @@ def test_the_attention_of_a_gpu_is_called_as_its_signature_says():
 # ------------------------------------------------------------------------ what holds for every rank
 
 
-SIZES = dict(model_size="tiny", dtype="fp32", vocab_size=211, context_length=T)
+SIZES = dict(
+    model_size="tiny", dtype="fp32", vocab_size=211, context_length=T, model_overrides=SMALL
+)
 
 
 def micro(tokens, labels, doc_ids) -> dict:
@@ -330,9 +324,7 @@ def edges() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def losses_of_shared_rows(world: dist.World, changes: dict) -> dict:
     cfg = TrainConfig(**SIZES | changes)
-    state = step.build(
-        cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1)
-    )
+    state = built(world, cfg)
     tokens, labels, doc_ids = edges()
     other = tokens.clone()
     other[:, 50:] = 210 - other[:, 50:]
@@ -381,9 +373,9 @@ def losses_of_each(world: dist.World) -> list[dict]:
 
 @pytest.mark.slow
 def test_targets_cross_the_edges_of_shards_and_documents_do_not_leak():
+    alone = [losses_of_shared_rows(dist.World(), changes) for changes in KINDS]
     for results in run_ranks(losses_of_each, 2):
-        for changes, got in zip(KINDS, results):
-            want = losses_of_shared_rows(dist.World(), changes)
+        for want, got in zip(alone, results):
             for name in ("edges", "first"):
                 assert got[name][1] == want[name][1] and abs(got[name][0] - want[name][0]) < 2e-6, (
                     name
@@ -395,7 +387,7 @@ def test_targets_cross_the_edges_of_shards_and_documents_do_not_leak():
             assert got["share"] < 0.51, "parameters are sharded over the ranks of a row too"
 
 
-LONG, ROOM = 2048, ("num_layers=2", "hidden_size=64", "ffn_size=96")
+LONG = 1536
 
 
 def memory(world: dist.World, changes: dict, length: int) -> dict:
@@ -403,13 +395,9 @@ def memory(world: dist.World, changes: dict, length: int) -> dict:
     rows of `length` tokens.
     """
     cfg = TrainConfig(
-        **SIZES
-        | dict(context_length=length, model_overrides=ROOM, gradient_checkpointing="none")
-        | changes
+        **SIZES | dict(context_length=length, gradient_checkpointing="none") | changes
     )
-    state = step.build(
-        cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1)
-    )
+    state = built(world, cfg)
     tokens = torch.randint(0, 211, (1, length))
     batch = micro(tokens, tokens, None)
     step.train_step(state, [batch])  # the optimizer's states exist from here on
@@ -446,12 +434,12 @@ def memory_of_each(world: dist.World) -> list[dict]:
 
 @pytest.mark.slow
 def test_a_rank_keeps_what_half_a_row_keeps_and_makes_nothing_quadratic():
-    alone, whole = (
-        [memory(dist.World(), changes, length) for changes in (*KINDS[:2], SPARSE_LONG)]
-        for length in (LONG // 2, LONG)
-    )
+    by_length = []
+    for length in (LONG // 2, LONG):
+        standard, sparse = (memory(dist.World(), kind, length) for kind in ({}, SPARSE_LONG))
+        by_length.append([standard, standard, sparse])
     for results in run_ranks(memory_of_each, 2):
-        for changes, got, half, row in zip((*KINDS[:2], SPARSE_LONG), results, alone, whole):
+        for changes, got, half, row in zip((*KINDS[:2], SPARSE_LONG), results, *by_length):
             by_tokens = (
                 0
                 if changes.get("context_parallel_mode") == "gather_kv"

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 TWO = dist.World(0, 2, 0, 2)
 LONG = TrainConfig(
     model_size="tiny",
-    model_overrides=("num_layers=2",),
+    model_overrides=("num_layers=1",),
     attention_type="nsa",
     context_length=262_144,
 )
@@ -178,28 +178,15 @@ def test_the_fewest_ranks_that_hold_a_row_share_it():
     assert sizes[-1] == 8
 
 
-def test_the_refusal_of_the_4b_names_the_command_that_shares_rows(monkeypatch):
-    def seconds(cfg, *machine):
-        return 109.0 if cfg.attention_type == "nsa" else 1000.0
-
-    monkeypatch.setattr(planner, "step_seconds", seconds)
-    nearest = fit.closest(planned(TrainConfig(context_length=131_072), 5.0))
-    words = planner.command(nearest.asked, TWO).split()
-    assert words[:3] == ["torchrun", "--nproc_per_node=2", "train.py"]
-    assert set(words[3:]) == {
-        "--model_size",
-        "tiny",
-        "--attention_type",
-        "nsa",
-        "--context_length",
-        "131072",
-        "--max_steps",
-        "8",
-        "--warmup_steps",
-        "0",
-    }
+def test_the_refusal_names_the_command_whose_ranks_share_rows(monkeypatch):
+    monkeypatch.setattr(planner, "step_seconds", lambda *request: 109.0)
+    nearest = fit.closest(planned(LONG, PROCESS_GIB + 2.3))
+    launcher, words = planner.command(nearest.asked, TWO).split(" train.py ")
+    assert launcher == "torchrun --nproc_per_node=2"
+    assert nearest.asked.context_parallel_size == 0
+    assert nearest.asked.max_steps == 8
     assert nearest.cfg.context_parallel_size == 2
-    assert cli.parse(TrainConfig, words[3:]) == nearest.asked
+    assert cli.parse(TrainConfig, words.split()) == nearest.asked
 
 
 def test_a_rank_of_two_needs_half_the_activations():

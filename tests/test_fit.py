@@ -124,9 +124,9 @@ def test_solve_and_advise_climb_the_ladder_of_fit():
 
 
 def on_cpu(monkeypatch, seconds: float) -> plan.Plan:
-    """The 4B on a CPU with 16 GiB on which every step takes so long."""
+    """A small request on a CPU on which every step takes so long."""
     monkeypatch.setattr(plan, "step_seconds", lambda *request: seconds)
-    cfg = TrainConfig(context_length=4096)
+    cfg = TrainConfig(model_size="tiny", model_overrides=("num_layers=1",), context_length=512)
     return plan.plan(cfg, cfg.model(), World(), torch.device("cpu"), 16.0)
 
 

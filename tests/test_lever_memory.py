@@ -9,7 +9,7 @@ from footprint.device import Demand
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
 from longhaul.memory import solve
-from longhaul.memory.deep import profile
+from longhaul.memory.deep import LAYERS, unroll
 from longhaul.memory.needs import needs
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
@@ -31,15 +31,16 @@ RUNGS = [
 @pytest.mark.parametrize("changes", few_fast(RUNGS, len(RUNGS)), ids=str)
 def test_a_levers_predicted_peak_is_what_the_allocator_records(changes):
     torch.set_num_threads(1)
-    cfg = TrainConfig(**dict(model_size="tiny", context_length=1024, dtype="fp32") | changes)
+    small = dict(model_size="tiny", model_overrides=("num_layers=2",), context_length=1024)
+    cfg = TrainConfig(**small, dtype="fp32", **changes)
     assert simulate(cfg, target="cpu").peak()[0] == pytest.approx(allocator_peak(cfg), rel=1e-2)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        slow(dict(mlp_tiles=7)),
-        slow(dict(attention_head_groups=8, model_overrides=("num_heads=8", "num_kv_heads=8"))),
+        slow(dict(mlp_tiles=7, model_overrides=("num_layers=2",))),
+        slow(dict(attention_head_groups=8, model_overrides=("num_layers=2", "num_kv_heads=8"))),
     ],
     ids=str,
 )
@@ -57,7 +58,7 @@ IN_BACKWARD = dict(optimizer_in_backward=True, grad_clip=0.0)
 
 
 def test_what_stays_on_the_host_is_counted_there():
-    layers = 9
+    layers = 6  # more than are simulated for a plan
     cfg = TrainConfig(
         **dict(
             model_size="0.6B",
@@ -108,10 +109,12 @@ def test_the_ladder_of_the_4b(changes, live, host):
     cfg = TrainConfig(
         **dict(context_length=131072, gradient_checkpointing="full", loss="chunked") | changes
     )
-    assert profile(cfg).peak / GIB == pytest.approx(live, rel=5e-3)
+    layers = cfg.model().num_layers
+    shallow = simulate(cfg, layers=LAYERS)
+    assert unroll(shallow, layers).peak()[0] / GIB == pytest.approx(live, rel=5e-3)
     if host:
-        few, more = (simulate(cfg, layers=layers).host_peak for layers in (2, 3))
-        of_all = few + (cfg.model().num_layers - 2) * (more - few)
+        one = simulate(cfg, layers=1).host_peak
+        of_all = one + (layers - 1) * (shallow.host_peak - one) / (LAYERS - 1)
         assert of_all / GIB == pytest.approx(host, rel=1e-2)
 
 

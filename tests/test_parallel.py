@@ -17,7 +17,7 @@ from longhaul.config import TrainConfig
 from longhaul.generate import generate
 from tests.ranks import run_ranks
 
-STEPS = 8
+STEPS = 4
 ROWS = 4
 T = 65
 V = 211
@@ -101,28 +101,33 @@ def rows_of_step(index: int, T: int = T, packed: bool = True) -> Batch:
     return Batch(*(part.contiguous().numpy() for part in parts))
 
 
-def train(world: dist.World, changes: dict, packed: bool = True) -> dict:
-    """Losses, gradient norms and figures of STEPS steps, and the final weights (whole)."""
-    cfg = TrainConfig(**BASE | changes)
+def built(world: dist.World, cfg: TrainConfig) -> step.TrainState:
     mesh = dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate)
-    state = step.build(cfg, cfg.model(), "cpu", world, mesh)
+    return step.build(cfg, cfg.model(), "cpu", world, mesh)
+
+
+def whole(tensors) -> dict[str, torch.Tensor]:
+    """The tensors by name, those of several ranks put together."""
+    return {
+        name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach() for name, x in tensors
+    }
+
+
+def train(world: dist.World, changes: dict, packed: bool = True) -> dict:
+    """Losses, gradient norms and figures of the steps, and the final weights (whole)."""
+    cfg = TrainConfig(**BASE | changes)
+    state = built(world, cfg)
     rank, share = world.rank // cfg.context_ranks, ROWS * cfg.context_ranks // world.size
     before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
     losses, norms = [], []
     figures = []
-    for index in range(STEPS):
-        whole = rows_of_step(index, cfg.context_length, packed)
-        rows = Batch(*(part[rank * share : (rank + 1) * share] for part in whole))
+    for index in range(cfg.max_steps):
+        parts = rows_of_step(index, cfg.context_length, packed)
+        rows = Batch(*(part[rank * share : (rank + 1) * share] for part in parts))
         result = step.train_step(state, step.micro_batches(rows, cfg.batch_size, state.device))
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
         figures.append({name: float(figure) for name, figure in result.figures.items()})
-
-    def whole(tensors):
-        return {
-            name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
-            for name, p in tensors
-        }
 
     return dict(
         losses=losses,
@@ -181,22 +186,21 @@ SHARDED = {
 
 
 LEVERS = [
-    dict(batch_size=1, gradient_checkpointing="selective"),
-    dict(batch_size=2, gradient_checkpointing="full", offload_activations=True),
+    dict(batch_size=1, gradient_checkpointing="selective", master_weights="host"),
     dict(
         batch_size=2,
         gradient_checkpointing="full",
+        offload_activations=True,
         mlp_tiles=4,
         attention_head_groups=2,
         loss="chunked",
     ),
-    dict(batch_size=2, master_weights="host"),
     dict(batch_size=2, optimizer_in_backward=True, grad_clip=0),
 ]
 # rows of 300 elements have two scales in 8 bits, the second of a part of a block
 NARROW = ("num_layers=2", "hidden_size=64", "ffn_size=300")
 SMALL_STATES = [
-    dict(batch_size=2, optimizer=name, model_overrides=NARROW)
+    dict(batch_size=2, optimizer=name, model_overrides=NARROW, max_steps=8)
     for name in ("adamw_8bit", "adamw_bf16", "muon")
 ]
 
@@ -272,9 +276,7 @@ def generated(world: dist.World, settings: list) -> list:
     ids = []
     for changes in settings:
         cfg = TrainConfig(**BASE | changes)
-        state = step.build(
-            cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1)
-        )
+        state = built(world, cfg)
         ids.append(list(generate(state.model, list(range(1, 120)), 8, temperature=0)))
     return ids
 
@@ -298,13 +300,8 @@ def test_compiled_layers_change_nothing_and_are_compiled(single):
 
 def initial_weights(world: dist.World) -> dict:
     cfg = TrainConfig(**BASE)
-    state = step.build(
-        cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1)
-    )
-    return {
-        name: p.full_tensor() if hasattr(p, "full_tensor") else p.data
-        for name, p in state.model.named_parameters()
-    }
+    state = built(world, cfg)
+    return whole(state.model.named_parameters())
 
 
 def test_initial_weights_are_the_same_bits_for_every_world_size():
@@ -316,9 +313,7 @@ def test_initial_weights_are_the_same_bits_for_every_world_size():
 
 def save_after_two_steps(world: dist.World, folder: str) -> None:
     cfg = TrainConfig(**BASE)
-    state = step.build(
-        cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate)
-    )
+    state = built(world, cfg)
     share = ROWS // world.size
     for index in range(2):
         rows = Batch(
@@ -330,9 +325,7 @@ def save_after_two_steps(world: dist.World, folder: str) -> None:
 
 def tensors_after_loading(world: dist.World, folder: str, changes: dict) -> dict:
     cfg = TrainConfig(**BASE | changes | {"seed": 7})
-    state = step.build(
-        cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate)
-    )
+    state = built(world, cfg)
     load.load_state(state, load.verified(Path(folder)))
     named = list(state.model.named_parameters())
     tensors = {f"model.{name}": p for name, p in named} | {
@@ -341,10 +334,7 @@ def tensors_after_loading(world: dist.World, folder: str, changes: dict) -> dict
         for key, value in state.optimizer.state[p].items()
         if value.ndim
     }
-    return {
-        name: t.full_tensor() if hasattr(t, "full_tensor") else t.detach()
-        for name, t in tensors.items()
-    }
+    return whole(tensors.items())
 
 
 @pytest.fixture(scope="module")
@@ -370,8 +360,7 @@ def test_a_checkpoint_is_the_same_bits_for_every_world_size(saved_by_two, size, 
 def step_with_a_nan_on_one_replica(world: dist.World) -> dict:
     """Replicas have the same gradients, until a bit flips in the memory of one of them."""
     cfg = TrainConfig(**BASE | {"batch_size": 2, "dp_replicate": 2})
-    mesh = dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate)
-    state = step.build(cfg, cfg.model(), "cpu", world, mesh)
+    state = built(world, cfg)
     before = [parameter.to_local().clone() for parameter in state.model.parameters()]
 
     def spoil(stage: str) -> None:

@@ -44,6 +44,7 @@ from longhaul.memory import plan as planner
 
 cfg = TrainConfig(
     model_size="tiny",
+    model_overrides=("num_layers=1",),
     loss="chunked",
     context_length=512,
     attention_type="nsa",
@@ -260,9 +261,12 @@ def test_a_number_of_ranks_that_other_settings_forbid_is_not_proposed(monkeypatc
 
 
 def test_ranks_share_rows_if_the_host_cannot_hold_what_they_offload(monkeypatch):
-    monkeypatch.setattr(planner, "host_available_bytes", lambda: 40 * GIB)
+    monkeypatch.setattr(planner, "host_available_bytes", lambda: 3 * GIB)
     cfg = TrainConfig(
-        context_length=131072, gradient_checkpointing="full", offload_activations=True
+        model_overrides=("num_layers=2",),
+        context_length=131072,
+        gradient_checkpointing="full",
+        offload_activations=True,
     )
     world = World(size=2, local_size=2)
     plan = planner.plan(cfg, cfg.model(), world, CUDA, available=80.0)
@@ -270,7 +274,7 @@ def test_ranks_share_rows_if_the_host_cannot_hold_what_they_offload(monkeypatch)
 
 
 def test_a_background_save_needs_a_second_copy_of_weights_and_states():
-    cfg = TrainConfig(model_size="0.6B", context_length=1024)
+    cfg = TrainConfig(model_size="0.6B", model_overrides=("num_layers=1",), context_length=1024)
     copied = dataclasses.replace(cfg, async_save=True)
     copy_gib = 12 * cfg.model().num_params() / GIB
     pinned_gib = PINNED / GIB  # through which the copy passes
@@ -300,7 +304,7 @@ def test_the_last_lever_allows_one_rank_per_row_and_the_one_before_two(monkeypat
     monkeypatch.setattr(planner, "host_available_bytes", lambda: 512 * GIB)
     world = World(size=2, local_size=2)
     asked = TrainConfig(
-        model_overrides=("num_layers=4",),
+        model_overrides=("num_layers=2",),
         context_length=131072,
         context_parallel_mode="ulysses",
         gradient_checkpointing="full",

@@ -170,8 +170,9 @@ def test_fit_auto_pulls_levers_and_leaves_model_context_and_batch(capsys):
         8192,
         4,
     )
+    least = fit.checkpointing(planner.dataclasses.replace(cfg, batch_size=1, context_length=8))
     with pytest.raises(ValueError, match="closest command|nothing of longhaul"):
-        training.fitting(planner.dataclasses.replace(asked, available_gib=0.5))
+        training.fitting(planner.dataclasses.replace(planned(least), available_gib=0.1))
 
 
 def test_without_fit_auto_a_lever_is_never_pulled():

@@ -30,6 +30,10 @@ IN_PLACE = {
     aten.index_put.default: aten.index_put_.default,
     aten.put.default: aten.put_.default,
 }
+# That of binary_cross_entropy_with_logits goes on in place with what it has made itself.
+BCE = "BinaryCrossEntropyWithLogitsBackward0"
+BCE_IN_PLACE = {aten.sub.Tensor: aten.sub_.Tensor, aten.mul.Tensor: aten.mul_.Tensor}
+BCE_OWN = ("aten.sigmoid.default", "aten.add.Scalar")
 # Their backward adds the gradient of the mean to that of the variance, never in place.
 MEANS = ("VarMeanBackward0", "StdMeanBackward0")
 # They work in place, but their imitations on fake tensors allocate.
@@ -66,6 +70,12 @@ def sum_of_gradients(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 def is_a_formula(func, args) -> bool:
     """Whether a backward adds into zeros: an index that is assigned to is one of the gradient."""
     return func is not aten.index_put.default or args[3:] == (True,)
+
+
+def node_name() -> str:
+    """The node of the graph whose backward runs, such as "SumBackward0"."""
+    node = torch._C._current_autograd_node()
+    return node.name() if node else ""
 
 
 def called_by_the_engine() -> bool:
@@ -126,6 +136,9 @@ class Tracker(TorchDispatchMode):
         elif func in IN_PLACE and called_by_the_engine() and is_a_formula(func, args):
             func = IN_PLACE[func]
             outputs = self.run(func, args, kwargs or {})
+        elif func in BCE_IN_PLACE and self.is_of_bce(args):
+            func = BCE_IN_PLACE[func]
+            outputs = self.run(func, args, kwargs or {})
         else:
             outputs = self.run(func, args, kwargs or {})
         self._record(func, args, outputs)
@@ -134,11 +147,18 @@ class Tracker(TorchDispatchMode):
 
     def adds_a_mean(self, args) -> bool:
         """Whether this sum is one that the backward of a variance with its mean makes itself."""
-        node = torch._C._current_autograd_node()
-        if node is None or node.name() not in MEANS:
+        return node_name() in MEANS and self.made_by(args[1]) == "aten.div.Scalar"
+
+    def is_of_bce(self, args) -> bool:
+        """Whether the backward of binary_cross_entropy_with_logits changes its own tensor here."""
+        if torch.is_grad_enabled() or node_name() != BCE:
             return False
-        mean = self.trace.storages.get(self.identity(args[1]))
-        return mean is not None and mean.op == "aten.div.Scalar"
+        return self.made_by(args[0]) in BCE_OWN
+
+    def made_by(self, tensor: torch.Tensor) -> str:
+        """The operator that made the tensor's storage."""
+        storage = self.trace.storages.get(self.identity(tensor))
+        return storage.op if storage else ""
 
     def __enter__(self):
         """FSDP2 frees whole parameters and takes them back by resizing the flat tensors that they
@@ -175,8 +195,7 @@ class Tracker(TorchDispatchMode):
         """
         if value.dtype != torch.bool:
             return 1
-        identity = self.identity(value)
-        return identity is None or self.trace.storages[identity].op != "aten.any.default"
+        return self.made_by(value) != "aten.any.default"
 
     def _record(self, func, args, outputs) -> None:
         for tensor in tree_iter(outputs):

@@ -133,6 +133,19 @@ class Sampled(Projected):
         return policy.log_prob(policy.sample()) + normal.log_prob(normal.rsample())
 
 
+class Focal(Projected):
+    """A loss of each of many classes, weighted by how wrong it is; of half of them with weights."""
+
+    width = 512
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits, others = self.projection(x).chunk(2, dim=-1)
+        loss = F.binary_cross_entropy_with_logits
+        focal = loss(logits, torch.ones_like(logits), reduction="none")
+        weighted = loss(others, torch.zeros_like(others), pos_weight=torch.full((256,), 3.0))
+        return focal * (1 - (-focal).exp()) ** 2 + weighted
+
+
 def rows() -> Tensor:
     return torch.randn(4, 64, 64)
 
@@ -152,6 +165,7 @@ CASES = {
     "the nearest of many vectors": (Nearest, rows),
     "statistics and pools": (Standardized, rows),
     "images among words": (WithImages, rows),
+    "a focal loss": (Focal, rows),
     "distributions with their checks": (Sampled, rows),
     "EmbeddingBag, sums": (lambda: nn.EmbeddingBag(500, 32, mode="sum"), indices),
     "EmbeddingBag, means": (lambda: nn.EmbeddingBag(500, 32), indices),

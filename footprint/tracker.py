@@ -128,6 +128,8 @@ class Tracker(TorchDispatchMode):
         self.locate()
         if self.fake and func is READ_VALUE:
             return self._value(args[0])
+        if self.fake and func is aten.equal.default and args[0].ndim == 0:
+            return False  # a check of PyTorch's own for a mistake, as of the windows of istft
         if self.fake and func in FUSED_OPTIMIZERS:
             return None
 

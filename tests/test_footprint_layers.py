@@ -133,6 +133,14 @@ class Sampled(Projected):
         return policy.log_prob(policy.sample()) + normal.log_prob(normal.rsample())
 
 
+class Audible(Projected):
+    """A spectrum as a signal, by an operator that looks whether its windows cover everything."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.polar(x[:, :33].exp(), self.projection(x)[:, :33])
+        return torch.istft(spectrum, 64, window=torch.hann_window(64))
+
+
 class Focal(Projected):
     """A loss of each of many classes, weighted by how wrong it is; of half of them with weights."""
 
@@ -166,6 +174,7 @@ CASES = {
     "statistics and pools": (Standardized, rows),
     "images among words": (WithImages, rows),
     "a focal loss": (Focal, rows),
+    "a spectrum as a signal": (Audible, rows),
     "distributions with their checks": (Sampled, rows),
     "EmbeddingBag, sums": (lambda: nn.EmbeddingBag(500, 32, mode="sum"), indices),
     "EmbeddingBag, means": (lambda: nn.EmbeddingBag(500, 32), indices),

@@ -23,7 +23,7 @@ def test_the_attention_benchmark_prints_a_table_and_draws_it(monkeypatch, capsys
         [
             "attention",
             "--tokens",
-            "1100",
+            "500",
             "--dtypes",
             "fp32",
             "--what",
@@ -39,7 +39,7 @@ def test_the_attention_benchmark_prints_a_table_and_draws_it(monkeypatch, capsys
         r"^\| (\w+) \| fp32 \| ([\d,]+) \| .* \| ([\d.]+) \|$", capsys.readouterr().out, re.M
     )
     assert [row[:2] for row in rows] == [
-        (what, "1,100") for what in ("forward", "training", "decode")
+        (what, "500") for what in ("forward", "training", "decode")
     ]
     assert all(float(ratio) > 0 for *_, ratio in rows)
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -47,6 +47,9 @@ def test_the_attention_benchmark_prints_a_table_and_draws_it(monkeypatch, capsys
 
 @pytest.mark.slow
 def test_the_attention_benchmark_refuses_to_time_what_is_wrong(monkeypatch):
+    for name in ("inputs", "indexer_inputs"):
+        make = getattr(attention, name)
+        monkeypatch.setattr(attention, name, lambda tokens, dtype, make=make: make(300, dtype))
     right = attention.nsa_engine.nsa_attention
     state = attention.nsa_decode.NSAState
     decode = state.decode
@@ -120,9 +123,9 @@ def test_models_are_read_and_trained_with_selectors_and_a_second_call_repeats_no
 
 
 def test_times_of_selectors_are_printed_next_to_sdpa(capsys):
-    assert selectors.main(["--times", "1100", "--blocks", "4"]) == 0
+    assert selectors.main(["--times", "500", "--blocks", "4"]) == 0
     table = capsys.readouterr().out
     assert re.search(
-        r"^\| 1,100 \| forward and backward \| [\d.]+ s( \| [\d.]+x){8} \|$", table, re.M
+        r"^\| 500 \| forward and backward \| [\d.]+ s( \| [\d.]+x){8} \|$", table, re.M
     )
     assert re.search(r"^\| \| one decoded token \| [\d.]+ ms( \| [\d.]+x){8} \|$", table, re.M)

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ from longhaul.memory import reconcile
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TOY = Place(CPU, True)
+ONE_LAYER = dict(model_overrides=("num_layers=1",))
+FEW = 300  # tokens of a check against float64; test_benchmarks.py has one of the usual length
 
 
 def without_processes(orders, at_once, until, look, ready):
@@ -62,8 +65,11 @@ def test_the_rehearsal_runs_every_part_at_toy_sizes_and_claims_nothing(tmp_path,
     )
     for module, name in once:
         monkeypatch.setattr(module, name, 1)
+    monkeypatch.setattr(attention, "CHECK_TOKENS", FEW)
+    asked = step.settings
+    monkeypatch.setattr(step, "settings", lambda *words: replace(asked(*words), **ONE_LAYER))
     small = [
-        (*of_job, changes | dict(model_overrides=("num_layers=1",)), seconds)
+        (*of_job, changes | ONE_LAYER, seconds)
         for *of_job, changes, seconds in memory.TOY_CONFIGURATIONS
     ]
     monkeypatch.setattr(memory, "TOY_CONFIGURATIONS", small)
@@ -174,7 +180,8 @@ def test_sparse_attention_takes_its_kernels_wherever_a_gpu_is(kind, monkeypatch)
     assert memory.settings(full, "0.6B", 32_768, dict(attention_type=kind)).kernels == "triton"
 
 
-def test_wrong_attention_of_ours_is_not_timed_and_fails_the_run(tmp_path):
+def test_wrong_attention_of_ours_is_not_timed_and_fails_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention, "CHECK_TOKENS", FEW)
     run = record.Run(tmp_path, "a test", "pytest", {}, True, echo=lambda line: None)
     ways = {
         "SDPA, flash": attention.dense_by(attention.SDPBackend.FLASH_ATTENTION),

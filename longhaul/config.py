@@ -312,7 +312,8 @@ class TrainConfig:
     resume: str = run_flag(
         "auto",
         "auto: from the newest intact checkpoint in output_dir; none: refuse a folder that holds a "
-        "run; or a step-* folder, also with other optimisation settings",
+        "run; or a step-* folder, with its model, context, seed and data, also with other "
+        "optimisation settings",
     )
     async_save: bool = run_flag(
         False,

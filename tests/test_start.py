@@ -388,6 +388,20 @@ def test_no_proposal_drops_init_from_or_its_size(tmp_path):
     assert f"--init_from {tmp_path}" in fit.proposal(nearest, request)
 
 
+def test_a_named_checkpoint_brings_its_model_context_seed_and_data(finished, data, tmp_path):
+    """A longer run, with another learning rate and nothing else that is given."""
+    named = finished / "step-00000002"
+    out = tmp_path / "branch"
+    train.main(shlex.split(f"--resume {named} --max_steps 4 --lr 1e-4 --output_dir {out}"))
+    assert newest(out).name == "step-00000004"
+    assert described(newest(out)).config["data"] == str(data)
+
+
+def test_a_run_that_is_named_in_place_of_a_checkpoint_is_refused_before_it_is_planned(finished):
+    with pytest.raises(ValueError, match="name a step-. folder"):
+        settings(f"--resume {finished}")
+
+
 # ---- export
 
 

@@ -4,7 +4,7 @@ step-* folder or a run's folder with its newest one.
 Only the weights are taken: the run begins at step 0, with a new optimizer and its own identity. The
 model is the folder's, so `completed` gives the command line its geometry, its vocabulary and its
 rotary positions. Flags may change the positions, the context and the kind of attention; a flag that
-contradicts the geometry is refused.
+contradicts the geometry is refused. `completed` does as much for a checkpoint that --resume names.
 """
 
 import dataclasses
@@ -141,13 +141,15 @@ def _row(checkpoint: Checkpoint) -> int:
 
 
 def completed(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings that flags and file give, with those of the model of `init_from`.
+    """The settings that flags and file give, with those of the model of `init_from`, or of the
+    checkpoint that `resume` names.
 
-    ValueError for a setting that contradicts that model.
+    ValueError for a setting that contradicts the model of `init_from`, and for a checkpoint that
+    cannot be read.
     """
     named = settings.get("init_from")
     if not named:
-        return settings
+        return _as_resumed(settings)
     if not Path(named).exists():
         return _as_recorded(settings)
 
@@ -161,6 +163,18 @@ def completed(settings: dict[str, Any]) -> dict[str, Any]:
     return {"context_length": start.context} | settings | found
 
 
+def _as_resumed(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, and what every resume keeps from the checkpoint that `resume` names."""
+    resumed = settings.get("resume", "auto")
+    if resumed in ("auto", "none"):
+        return settings
+    refuse_pickle(Path(resumed))
+    recorded = load.described(Path(resumed)).config
+    if settings.get("length_schedule"):  # which has the lengths
+        settings = {"context_length": TrainConfig.context_length} | settings
+    return _with_recorded(settings, recorded, COMPLETED | {"data", "seed"})
+
+
 def _as_recorded(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings of the run in output_dir, which continues although its init_from is gone."""
     record = resume.read_record(Path(settings.get("output_dir", TrainConfig.output_dir)))
@@ -170,8 +184,17 @@ def _as_recorded(settings: dict[str, Any]) -> dict[str, Any]:
             f"--init_from {settings['init_from']} is no folder: name a folder with a Hugging Face "
             "Qwen3 model, or a run or step-* folder of longhaul"
         )
+    return _with_recorded(settings, recorded, COMPLETED)
+
+
+def _with_recorded(
+    settings: dict[str, Any],
+    recorded: dict[str, Any],
+    names: set[str],
+) -> dict[str, Any]:
+    """The settings, and of those names that they do not give what was recorded."""
     found = {}
-    for name in COMPLETED & recorded.keys():
+    for name in names & recorded.keys():
         value = recorded[name]
         found[name] = tuple(value) if isinstance(value, list) else value
     return found | settings

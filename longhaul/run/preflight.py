@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from base import durable, untrusted
+from base import durable
 from data import corpus, mixture, order, staged
 from data.dataset import Dataset, check_vocab, open_dataset
 from data.export_tokenizer import complete_tokenizer
@@ -322,14 +322,8 @@ def find_checkpoint(
 
 def named_checkpoint(cfg: TrainConfig, identity: dict, record: dict | None) -> str:
     """The checkpoint of --resume, or the newest of this folder if the command was given before."""
-    named = Path(cfg.resume)
-    untrusted.refuse_pickle(named)
-    if not named.is_dir():
-        raise ValueError(
-            f"--resume {named} is not a readable checkpoint, because there is no such folder: name "
-            "a step-* folder"
-        )
-    checkpoint = load.verified(named)
+    named = cfg.resume
+    checkpoint = load.verified(Path(named))
     # first, because a run of another program lacks settings of this one, too
     if checkpoint.identity is not None:
         folders = (checkpoint.config.get("data", ""), cfg.data)

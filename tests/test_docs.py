@@ -153,10 +153,31 @@ ROOMS = {
 }
 # What the test asks for at a smaller size than the page does.
 SMALLER = {
-    "--model_size 1.7B --context_length 2048": "--model_size tiny --context_length 2048",
+    "--model_size 4B --context_length 131072 --gradient_checkpointing --plan": (
+        "--model_size tiny --context_length 131072 --gradient_checkpointing --plan"
+    ),
+    "--model_size 4B --context_length 131072 --solve levers --gpu H100": (
+        "--model_size tiny --context_length 131072 --solve levers --vram 2"
+    ),
+    "--model_size 1.7B --context_length 2048": "--model_size tiny --context_length 256",
+    "--context_length 1088 --max_response_length 64": (
+        "--context_length 96 --max_response_length 16"
+    ),
+    "--context_length 512 --max_steps 20": "--context_length 128 --max_steps 6",
+    "--eval_every 10 --eval_rows 4": "--eval_every 3 --eval_rows 2",
+    "--context_length 2048 --max_steps 2": "--context_length 256 --max_steps 2",
+    "--context_length 2048 --context_parallel_size 2": (
+        "--context_length 256 --context_parallel_size 2"
+    ),
     "--context_length 1024 --max_steps 4": "--context_length 256 --max_steps 4",
     "--lengths 512,1024": "--lengths 128,256",
     "--attention_type nsa --context_length 131072 --plan": "--attention_type nsa --plan",
+    "bash scripts/extend_context.sh --rehearse": (
+        "SCHEDULE=64:60,128:10,256:5 BATCHES=4 bash scripts/extend_context.sh --rehearse"
+    ),
+    "nn.TransformerEncoder(layer, 6)": "nn.TransformerEncoder(layer, 1)",
+    "range(4):  # micro-batches": "range(2):",
+    '"num_hidden_layers": 16': '"num_hidden_layers": 2',
 }
 # What README's examples take from the reader.
 READERS_OWN = """
@@ -265,7 +286,7 @@ def walk(
         if block.file:
             path = folder / block.file
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(block.text, encoding="utf-8")
+            path.write_text(smaller(block.text), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-I", "-c", WALK],
         input=json.dumps([name, SHELL, blocks]),

@@ -10,7 +10,7 @@ from tests.policy_runs import records
 
 @pytest.mark.slow
 def test_a_policy_that_learns_from_its_certainty_is_right_more_often(tmp_path):
-    intuitor.main(["--demo", "--output_dir", str(tmp_path / "demo")])
+    intuitor.main(["--demo", "--output_dir", str(tmp_path / "demo"), "--eval_every", "90"])
     logged = records(tmp_path / "demo")
     first, *_, last = [record for record in logged if "validation_accuracy" in record]
     assert (first["step"], last["step"]) == (0, 90)

@@ -6,10 +6,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
+from tests.warm_python import warm_python
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = "scripts/extend_context.sh"
@@ -17,20 +19,32 @@ LONG = 256  # tokens, the last length of the rehearsal
 FLAGS = ("--device", "cpu", "--dtype", "fp32")
 
 
-def extend(*words: str, python: Path = Path(sys.executable)) -> subprocess.CompletedProcess:
-    """Run the script with the interpreter of this test, or with another."""
-    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "BATCHES": "4"}
+def extend(
+    *words: str,
+    environment: Mapping[str, str] = os.environ,
+) -> subprocess.CompletedProcess:
+    """Run the script with the `python` of an environment."""
+    settings = {"OMP_NUM_THREADS": "1", "BATCHES": "4", "SCHEDULE": f"64:60,128:10,{LONG}:5"}
     return subprocess.run(
-        ["bash", SCRIPT, *words], cwd=ROOT, env=environment, capture_output=True, text=True
+        ["bash", SCRIPT, *words],
+        cwd=ROOT,
+        env={**environment, **settings},
+        capture_output=True,
+        text=True,
     )
 
 
 @pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory) -> Path:
+def warm(tmp_path_factory) -> Iterator[dict[str, str]]:
+    with warm_python(tmp_path_factory.mktemp("warm")) as environment:
+        yield environment
+
+
+@pytest.fixture(scope="module")
+def rehearsed(warm, tmp_path_factory) -> Path:
     """The output folder of a rehearsal."""
     out = tmp_path_factory.mktemp("extend") / "out"
-    done = extend("--rehearse", str(out), *FLAGS)
+    done = extend("--rehearse", str(out), *FLAGS, environment=warm)
     assert done.returncode == 0, done.stdout + done.stderr
     (out / "said.txt").write_text(done.stdout)
     return out
@@ -54,10 +68,10 @@ def test_the_exported_folder_has_the_new_length_and_base(rehearsed):
 
 
 @pytest.mark.slow
-def test_the_same_command_again_does_nothing_twice(rehearsed):
+def test_the_same_command_again_does_nothing_twice(rehearsed, warm):
     files = [path for path in rehearsed.rglob("*") if path.is_file()]
     before = {path: path.stat().st_mtime_ns for path in files}
-    assert extend("--rehearse", str(rehearsed), *FLAGS).returncode == 0
+    assert extend("--rehearse", str(rehearsed), *FLAGS, environment=warm).returncode == 0
     assert {path: path.stat().st_mtime_ns for path in files} == before
 
 
@@ -76,19 +90,19 @@ def test_bad_input_is_refused_before_anything_is_written(words, said, tmp_path):
 
 
 # An interpreter that is killed in a conversion, with a part of the output written.
-DIES = f"""#!/usr/bin/env bash
+DIES = """#!/usr/bin/env bash
 case "$*" in *convert_qwen3*)
     while [ "$1" != --output ]; do shift; done
     mkdir -p "$2"
     echo torn > "$2/config.json"
     exit 137
 esac
-exec {sys.executable} "$@"
+PATH=${PATH#*:} exec python "$@"
 """
 
 
 @pytest.mark.slow
-def test_a_kill_in_a_conversion_is_continued(rehearsed, tmp_path):
+def test_a_kill_in_a_conversion_is_continued(rehearsed, warm, tmp_path):
     """Also with a model whose folder asks to run code: only its tokenizer.json is opened."""
     folder = "hf"
     file = rehearsed / "qwen3" / "tokenizer_config.json"
@@ -104,9 +118,10 @@ def test_a_kill_in_a_conversion_is_continued(rehearsed, tmp_path):
     for path in rehearsed.glob(f"evaluation-{folder}-*"):
         path.unlink()
 
-    assert extend("--rehearse", str(rehearsed), *FLAGS, python=python).returncode == 137
+    dying = warm | {"PATH": f"{tmp_path}{os.pathsep}{warm['PATH']}"}
+    assert extend("--rehearse", str(rehearsed), *FLAGS, environment=dying).returncode == 137
     assert not (rehearsed / folder).exists()
-    done = extend("--rehearse", str(rehearsed), *FLAGS)
+    done = extend("--rehearse", str(rehearsed), *FLAGS, environment=warm)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in (rehearsed / folder).iterdir()} == before
     assert not list(rehearsed.glob("*.part"))

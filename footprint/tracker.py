@@ -29,10 +29,11 @@ IN_PLACE = {
     aten.index_fill.int_Tensor: aten.index_fill_.int_Tensor,
     aten.index_put.default: aten.index_put_.default,
     aten.put.default: aten.put_.default,
+    aten.sub.Tensor: aten.sub_.Tensor,
+    aten.mul.Tensor: aten.mul_.Tensor,
 }
-# That of binary_cross_entropy_with_logits goes on in place with what it has made itself.
+# The last two only in this formula, which goes on with what these operators made in it.
 BCE = "BinaryCrossEntropyWithLogitsBackward0"
-BCE_IN_PLACE = {aten.sub.Tensor: aten.sub_.Tensor, aten.mul.Tensor: aten.mul_.Tensor}
 BCE_OWN = ("aten.sigmoid.default", "aten.add.Scalar")
 # Their backward adds the gradient of the mean to that of the variance, never in place.
 MEANS = ("VarMeanBackward0", "StdMeanBackward0")
@@ -67,9 +68,8 @@ def sum_of_gradients(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return old + new
 
 
-def is_a_formula(func, args) -> bool:
-    """Whether a backward adds into zeros: an index that is assigned to is one of the gradient."""
-    return func is not aten.index_put.default or args[3:] == (True,)
+def is_flag(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.bool and tensor.ndim == 0
 
 
 def node_name() -> str:
@@ -128,18 +128,15 @@ class Tracker(TorchDispatchMode):
         self.locate()
         if self.fake and func is READ_VALUE:
             return self._value(args[0])
-        if self.fake and func is aten.equal.default and args[0].ndim == 0:
+        if self.fake and func is aten.equal.default and is_flag(args[0]):
             return False  # a check of PyTorch's own for a mistake, as of the windows of istft
         if self.fake and func in FUSED_OPTIMIZERS:
             return None
 
         if func is ADD and called_by_the_engine() and not self.adds_a_mean(args):
             outputs = sum_of_gradients(*args)
-        elif func in IN_PLACE and called_by_the_engine() and is_a_formula(func, args):
+        elif func in IN_PLACE and called_by_the_engine() and self.is_a_formula(func, args):
             func = IN_PLACE[func]
-            outputs = self.run(func, args, kwargs or {})
-        elif func in BCE_IN_PLACE and self.is_of_bce(args):
-            func = BCE_IN_PLACE[func]
             outputs = self.run(func, args, kwargs or {})
         else:
             outputs = self.run(func, args, kwargs or {})
@@ -151,11 +148,14 @@ class Tracker(TorchDispatchMode):
         """Whether this sum is one that the backward of a variance with its mean makes itself."""
         return node_name() in MEANS and self.made_by(args[1]) == "aten.div.Scalar"
 
-    def is_of_bce(self, args) -> bool:
-        """Whether the backward of binary_cross_entropy_with_logits changes its own tensor here."""
-        if torch.is_grad_enabled() or node_name() != BCE:
-            return False
-        return self.made_by(args[0]) in BCE_OWN
+    def is_a_formula(self, func, args) -> bool:
+        """Whether a backward adds into its zeros, where an index that is assigned to is one of the
+        gradient, or goes on with what it has made.
+        """
+        if func in (aten.sub.Tensor, aten.mul.Tensor):
+            own = node_name() == BCE and self.made_by(args[0]) in BCE_OWN
+            return own and not torch.is_grad_enabled()
+        return func is not aten.index_put.default or args[3:] == (True,)
 
     def made_by(self, tensor: torch.Tensor) -> str:
         """The operator that made the tensor's storage."""

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,9 +20,13 @@ LONG = 256  # tokens, the last length of the rehearsal
 FLAGS = ("--device", "cpu", "--dtype", "fp32")
 
 
+# in which `python` is the one that runs the tests
+OURS = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
 def extend(
     *words: str,
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] = OURS,
 ) -> subprocess.CompletedProcess:
     """Run the script with the `python` of an environment."""
     settings = {"OMP_NUM_THREADS": "1", "BATCHES": "4", "SCHEDULE": f"64:60,128:10,{LONG}:5"}

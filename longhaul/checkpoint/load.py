@@ -53,6 +53,7 @@ def described(folder: Path) -> Checkpoint:
     """The checkpoint as its manifest describes it, for a rank that leaves the hashes to rank 0;
     CheckpointError names what is wrong with the manifest.
     """
+    refuse_pickle(folder)
     try:
         manifest = parse_json(durable.read_text(folder / MANIFEST).encode())
     except (OSError, ValueError) as error:

@@ -52,9 +52,9 @@ def fixed_settings(cfg: TrainConfig) -> set[str]:
     }
 
 
-def names_checkpoint(cfg: TrainConfig) -> bool:
+def names_checkpoint(named: str) -> bool:
     """Whether --resume names a checkpoint, from which a run may go on with other settings."""
-    return cfg.resume not in ("auto", "none")
+    return named not in ("auto", "none")
 
 
 # ---- the run that a folder holds
@@ -188,7 +188,7 @@ def check_settings(checkpoint: Checkpoint, cfg: TrainConfig):
         for name, (old, new) in changed.items()
         if name in fixed_settings(cfg)
     ]
-    if words and not names_checkpoint(cfg) and checkpoint.step < cfg.max_steps:
+    if words and not names_checkpoint(cfg.resume) and checkpoint.step < cfg.max_steps:
         raise ValueError(
             f"the checkpoint was trained with other settings ({', '.join(words)}): give its "
             f"settings, or add --resume {checkpoint.folder} to change them"
@@ -219,7 +219,7 @@ def check_position(checkpoint: Checkpoint, rows: Order, cfg: TrainConfig):
     before = checkpoint.data.get("shares")
     now = expected.get("shares")
     if before != now:
-        if not names_checkpoint(cfg) and checkpoint.step < cfg.max_steps:
+        if not names_checkpoint(cfg.resume) and checkpoint.step < cfg.max_steps:
             raise ValueError(
                 f"the checkpoint was trained with other shares of the data (recorded "
                 f"{shares_in_words(before)}, now {shares_in_words(now)}): give those, or add "

@@ -4,7 +4,8 @@ step-* folder or a run's folder with its newest one.
 Only the weights are taken: the run begins at step 0, with a new optimizer and its own identity. The
 model is the folder's, so `completed` gives the command line its geometry, its vocabulary and its
 rotary positions. Flags may change the positions, the context and the kind of attention; a flag that
-contradicts the geometry is refused. `completed` does as much for a checkpoint that --resume names.
+contradicts the geometry is refused. Of a checkpoint that --resume names, it gives the command line
+what every resume keeps.
 """
 
 import dataclasses
@@ -165,14 +166,14 @@ def completed(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _as_resumed(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings, and what every resume keeps from the checkpoint that `resume` names."""
-    resumed = settings.get("resume", "auto")
-    if resumed in ("auto", "none"):
+    named = settings.get("resume", TrainConfig.resume)
+    if not resume.names_checkpoint(named):
         return settings
-    refuse_pickle(Path(resumed))
-    recorded = load.described(Path(resumed)).config
+
+    names = COMPLETED | {"data", "seed"}
     if settings.get("length_schedule"):  # which has the lengths
-        settings = {"context_length": TrainConfig.context_length} | settings
-    return _with_recorded(settings, recorded, COMPLETED | {"data", "seed"})
+        names -= {"context_length"}
+    return _with_recorded(settings, load.described(Path(named)).config, names)
 
 
 def _as_recorded(settings: dict[str, Any]) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class Health:
         those before it, then this run's.
         """
         found = []
-        if names_checkpoint(self.state.cfg):
+        if names_checkpoint(self.state.cfg.resume):
             named = Path(self.state.cfg.resume)
             others = sorted(named.parent.glob("step-????????"))
             found = [path for path in others if path.name <= named.name]

@@ -171,8 +171,8 @@ def _as_resumed(settings: dict[str, Any]) -> dict[str, Any]:
         return settings
 
     names = COMPLETED | {"data", "seed"}
-    if settings.get("length_schedule"):  # which has the lengths
-        names -= {"context_length"}
+    if settings.get("length_schedule"):  # the checkpoint has its stage's length and base
+        names -= {"context_length", "rope_theta"}
     return _with_recorded(settings, load.described(Path(named)).config, names)
 
 

@@ -387,7 +387,8 @@ class Muon(AdamW):
     B = mu B + g; W -= lr * 0.2 sqrt(max(W.shape)) * orthogonal(g + mu B), with mu = 0.95.
 
     The update has the size of AdamW's, so that one learning rate serves both (Liu et al. 2025).
-    With FSDP each rank orthogonalises the whole matrix and keeps its shard.
+    With FSDP each rank orthogonalises the whole matrix and keeps its shard. Matrix products may
+    round otherwise on another rank, so replicas of a shard take the weights of the first one.
     """
 
     momentum = 0.95
@@ -433,6 +434,7 @@ class Muon(AdamW):
         decayed = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
         wide = decayed.sub_(local_shard(shard_like(direction, p)), alpha=rate)
         weight.copy_(rounded(wide, weight.dtype, self._draw(p, weight.device)))
+        _share_with_replicas(weight, p)
 
 
 def orthogonal(x: Tensor) -> Tensor:
@@ -457,6 +459,16 @@ def _shard_index(p: Tensor) -> int:
         return 0
     sharded = [dim for dim, placement in enumerate(p.placements) if placement.is_shard()]
     return p.device_mesh.get_local_rank(sharded[0])
+
+
+def _share_with_replicas(shard: Tensor, p: Tensor) -> None:
+    """Give all replicas of this shard of p the bits of the first one."""
+    if not hasattr(p, "device_mesh"):
+        return
+    for dim, placement in enumerate(p.placements):
+        if placement.is_replicate():
+            group = p.device_mesh.get_group(dim)
+            torch.distributed.broadcast(shard, group=group, group_src=0)
 
 
 def _full_matrix(shard: Tensor, p: Tensor) -> Tensor:

@@ -83,7 +83,10 @@ def answer_interrupts():
         sys.exit(130)
 
     def tell_unraisable(ignored):
-        if not issubclass(ignored.exc_type, KeyboardInterrupt):
+        # a clean-up that Ctrl-C cut short may fail in its turn: logging's at the end does
+        behind = getattr(ignored.exc_value, "__context__", None)
+        interrupted = isinstance(behind, KeyboardInterrupt)
+        if not interrupted and not issubclass(ignored.exc_type, KeyboardInterrupt):
             return tell_ignored(ignored)
         # it came in a destructor or a callback, and Python would go on as if nothing had come
         sys.stderr.write(INTERRUPTED)

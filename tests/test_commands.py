@@ -161,13 +161,18 @@ def test_a_bare_command_begins_or_says_what_it_needs_and_ctrl_c_is_one_line(modu
     [
         "signal.raise_signal(signal.SIGINT)",
         "Raises()",  # where Python itself would only say that it ignores the error
+        "Fails()",  # the same, and the error that it would name is another one
     ],
 )
 def test_ctrl_c_is_one_line_and_ends_the_command_wherever_it_comes(statement):
     code = (
-        "import base.installed, signal\n"
+        "import base.installed, signal, threading\n"
         "class Raises:\n"
         "    def __del__(self): signal.raise_signal(signal.SIGINT)\n"
+        "class Fails:\n"
+        "    def __del__(self):\n"
+        "        try: signal.raise_signal(signal.SIGINT)\n"
+        "        finally: threading.Lock().release()\n"
         f"{statement}\nprint('went on')"
     )
     command = [sys.executable, "-c", code]

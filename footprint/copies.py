@@ -23,8 +23,10 @@ CONTIGUOUS = {
     "aten::_log_softmax": (0,),
     "aten::_softmax_backward_data": (0, 1),
     "aten::_log_softmax_backward_data": (0, 1),
-    "aten::native_layer_norm": (0,),
-    "aten::native_layer_norm_backward": (0, 1),
+    "aten::native_layer_norm": (0, 2, 3),
+    "aten::native_layer_norm_backward": (0, 1, 5, 6),
+    "aten::nll_loss_forward": (0,),
+    "aten::nll_loss2d_forward": (0,),
     "aten::log_sigmoid_forward": (0,),
     "aten::multi_margin_loss": (0,),
     "aten::multi_margin_loss_backward": (1,),
@@ -33,6 +35,7 @@ CONTIGUOUS = {
     "aten::embedding": (1,),
     "aten::embedding_dense_backward": (0, 1),
 }
+COPIED_FIRST = ("aten::native_layer_norm", "aten::native_layer_norm_backward")  # before any result
 PRODUCTS = {
     "aten::mm": (0, 1),
     "aten::addmm": (1, 2),
@@ -64,7 +67,8 @@ LOSSES = {
     "aten::soft_margin_loss": 0,
     "aten::binary_cross_entropy": 0,
 }
-MEAN = 1  # the reduction of a loss, as its operator has it
+NEGATIVE_LOGS = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
+UNREDUCED, MEAN = 0, 1  # reductions of a loss, as its operator has them
 # Their result is what is left of all elements' losses, and keeps that memory.
 LEFT_OVER = LOSSES.keys() - {"aten::huber_loss"}
 
@@ -72,12 +76,18 @@ LEFT_OVER = LOSSES.keys() - {"aten::huber_loss"}
 def copied_bytes(target: str, func, args, outputs) -> int:
     """What the operator copies on the target, "cpu" or "cuda"."""
     name = func._schema.name
+    if name in NEGATIVE_LOGS and args[3] == UNREDUCED:
+        return 0
     if name in CONTIGUOUS:
-        given = [args[position] for position in CONTIGUOUS[name]]
+        given = [args[position] for position in CONTIGUOUS[name] if args[position] is not None]
         turned = [value for value in given if not value.is_contiguous()]
         copied = sum(value.nbytes for value in turned)
         if target == "cpu":
-            return copied + max(map(turning_bytes, turned), default=0)
+            turning = max(map(turning_bytes, turned), default=0)
+            if name in COPIED_FIRST:
+                made = [x.nbytes for x in tree_leaves(outputs) if isinstance(x, Tensor)]
+                turning = max(0, turning - sum(made))
+            return copied + turning
         # softmax's backward holds grad * output (cuda/SoftMax.cu)
         return copied + (given[0].nbytes if name == "aten::_softmax_backward_data" else 0)
     if name in PRODUCTS:

@@ -100,6 +100,20 @@ def layer_norm_backward(
     return tuple(found)
 
 
+def batch_norm_backward(
+    func,
+    grad: Tensor,
+    x: Tensor,
+    *args,
+) -> tuple[Tensor, ...]:
+    """The first gradient is contiguous, or has its channels last as x has them; the imitation gives
+    it the strides of x (aten/native/Normalization.cpp).
+    """
+    of_input, *others = func(grad, x, *args)
+    layout = torch._prims_common.suggest_memory_format(x)
+    return torch.empty_like(of_input, memory_format=layout), *others
+
+
 def with_statistics(target: str, func, x: Tensor, *args) -> tuple[Tensor, Tensor, Tensor]:
     """A norm's result, means and deviations. Those of x in half precision are in fp32: on a GPU
     always, on a CPU if the weights are. Their imitations have the dtype of x.
@@ -130,6 +144,8 @@ def corrected(func, target: str) -> Callable:
     """What returns on fake tensors what the operator does on the target, "cpu" or "cuda"."""
     if func in NORMS:
         return functools.partial(with_statistics, target, func)
+    if target == "cpu" and func == aten.native_batch_norm_backward.default:
+        return functools.partial(batch_norm_backward, func)
     if func._schema.name in LEFT_OVER:
         return functools.partial(left_over, func)
     return CORRECTED.get(func, func)

@@ -194,6 +194,8 @@ def constant(*shape: int) -> Tensor:
 
 aten = torch.ops.aten
 distances = aten._euclidean_dist.default
+turned = torch.randn(70, 80).t()
+classes = torch.zeros(80, dtype=torch.int64)
 INSIDE = {
     "distances of many": (distances, torch.randn(1024, 512), torch.randn(64, 512)),
     "distances to many": (distances, torch.randn(64, 512), torch.randn(1024, 512)),
@@ -201,6 +203,8 @@ INSIDE = {
     "a sum of exponentials": (aten.logsumexp.default, torch.randn(60, 70), [-1]),
     "a roll of three axes": (aten.roll.default, torch.randn(10, 20, 30), (1, 2, 3), (0, 1, 2)),
     "a batch of products": (aten.bmm.default, constant(10, 50, 60), torch.randn(10, 60, 40)),
+    "a norm of transposed rows": (aten.native_layer_norm.default, turned, [70], None, None, 1e-5),
+    "a loss of transposed rows": (aten.nll_loss_forward.default, turned, classes, None, 1, -100),
     "a product with a vector": (aten.mv.default, constant(50, 60), torch.randn(60)),
 }
 

@@ -49,13 +49,14 @@ class Selector(NamedTuple):
 
     kind: str
     sizes: dict = {}
-    steps: int = 0  # of training, each of a row of TRAINED_AT tokens
+    steps: int = 0  # of training, each of one row
     flags: str = ""  # of train.py
 
 
 ROOT = Path(__file__).parents[1]
 STANDARD = "standard"
-TRAINED_AT = 16_384  # tokens
+TRAINED_AT = 16_384  # tokens of a row
+TAUGHT_AT = 4096  # tokens of a row that teaches an indexer
 TRAINED_WITH = 16  # blocks
 TUNED = "--lr 1e-3 --warmup_steps 4"
 TAUGHT = "--lr 6e-2 --schedule cosine:0.01 --warmup_steps 4"
@@ -74,8 +75,9 @@ TRAINED = {
     "bounds, pages of 8, trained": Selector("bounds", {"page": 8}, 24, TUNED),
     "bounds, pages of 16, trained": Selector("bounds", {}, 24, TUNED),
     "pooled, trained": Selector("pooled", POOLED, 24, TUNED),
-    "indexed, 128 wide": Selector("indexed", {}, 40, TAUGHT),
-    "indexed, 64 wide": Selector("indexed", {"head_dim": 64}, 40, TAUGHT),
+    "indexed, 128 wide": Selector("indexed", {}, 100, TAUGHT),
+    "indexed, 64 wide": Selector("indexed", {"head_dim": 64}, 100, TAUGHT),
+    "indexed, 32 wide": Selector("indexed", {"head_dim": 32}, 100, TAUGHT),
 }
 TIMED = ["exact", "bounds, pages of 4", "bounds, pages of 16", "pooled", "mean"]
 TIMED += ["indexed, 128 wide", "indexed, 64 wide"]
@@ -184,6 +186,7 @@ def trained(run: Path, name: str, folder: Path) -> Path:
     """
     row = ROWS[name]
     output = folder / run.parent.name / name.replace(", ", "-").replace(" ", "-")
+    learner = KINDS[row.kind].learner
     blocks = " ".join(
         f"{field}={value}" for field, value in (row.sizes | {"count": TRAINED_WITH}).items()
     )
@@ -193,12 +196,12 @@ def trained(run: Path, name: str, folder: Path) -> Path:
         output=output,
         seed=seed_of(run),
         steps=row.steps,
-        length=TRAINED_AT,
+        length=TAUGHT_AT if learner else TRAINED_AT,
         kind=row.kind,
         blocks=blocks,
     )
     flags = f"{flags} {row.flags}"
-    if KINDS[row.kind].learner:
+    if learner:
         flags += f" --indexer_warmup {row.steps - 1}"
     subprocess.run([sys.executable, str(ROOT / "train.py"), *flags.split()], check=True)
     return output

@@ -33,6 +33,8 @@ class Kind:
     prompt_in_parts: bool = True
     # Whether a Hugging Face Qwen3 folder can hold it.
     is_qwen3: bool = False
+    # Settings that older records do not name, as they were.
+    unrecorded: dict[str, object] = {}
     # Submodules that Qwen3's weights do not have.
     starts_fresh: tuple[str, ...] = ()
     # Modes of context parallelism that cannot serve it, with the reason.
@@ -196,6 +198,7 @@ class IndexedKind(SelectedKind):
     config = indexer.Indexed
     is_qwen3 = False
     starts_fresh = ("indexer",)
+    unrecorded = {"partial_rotary_factor": 1.0}
     learner = "indexer"
     figures = indexer.FIGURES
     refused_exchanges = {

@@ -136,15 +136,16 @@ def test_in_bf16_loss_and_gradients_are_those_of_the_rounded_inputs():
 
 
 def test_a_layer_turns_and_norms_its_index_heads_as_the_models():
-    for width, turning in ((24, 16), (16, 16), (8, 8)):
-        decoder = build(dataclasses.replace(INDEXED, head_dim=width))
+    for width, part, turning in ((24, 0.5, 8), (16, 0.5, 8), (8, 1.0, 8), (24, 1.0, 16), (8, 0, 0)):
+        sizes = dataclasses.replace(INDEXED, head_dim=width, partial_rotary_factor=part)
+        decoder = build(sizes)
         layer = decoder.layers[0].attention
         x = torch.randn(1, 70, 64, generator=torch.Generator().manual_seed(2))
         q, k = layer.indexer(x, decoder.rotary(70, x.device))
         assert q.shape == (1, 70, 2, width) and k.shape == (1, 70, 1, width)
         raw = (x.double() @ layer.indexer.k_proj.weight.double().T)[0]
         normed = raw / (raw.square().mean(-1, keepdim=True) + decoder.config.norm_eps).sqrt()
-        frequencies = decoder.config.rope_theta ** -(torch.arange(0, turning, 2) / turning)
+        frequencies = decoder.config.rope_theta ** -(torch.arange(0, turning, 2) / max(1, turning))
         angles = torch.arange(70)[:, None] * frequencies.double()
         a, b, rest = normed.split((turning // 2, turning // 2, width - turning), -1)
         turned = a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos(), rest
@@ -154,6 +155,13 @@ def test_a_layer_turns_and_norms_its_index_heads_as_the_models():
 def test_of_a_head_that_cannot_turn_like_the_models_a_line_says_so():
     with pytest.raises(ValueError, match="--blocks: given head_dim=12; allowed: a divisor of"):
         build(dataclasses.replace(INDEXED, head_dim=12))
+
+
+def test_of_a_part_that_cannot_turn_like_the_models_a_line_says_so():
+    with pytest.raises(ValueError, match="--blocks: given partial_rotary_factor=0.75; allowed: 0,"):
+        build(dataclasses.replace(INDEXED, partial_rotary_factor=0.75))
+    with pytest.raises(ValueError, match="allowed: 0 <= partial_rotary_factor <= 1"):
+        dataclasses.replace(INDEXED, partial_rotary_factor=1.5)
 
 
 def test_the_recall_is_the_share_of_full_attention_that_is_read():

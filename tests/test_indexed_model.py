@@ -22,6 +22,7 @@ from model import Decoder, ModelConfig, NSAConfig, Standard
 
 SIZES = dict(count=3, block=8, head_dim=24)  # chooses from 24 tokens on
 SHAPE = dict(vocab_size=97, num_layers=2, hidden_size=64, num_heads=4, head_dim=16, ffn_size=96)
+BLOCKS = tuple(f"{name}={value}" for name, value in SIZES.items())
 BUDGET_OF_A_ROW = ("count=15", "block=8", "head_dim=24")
 
 
@@ -39,7 +40,7 @@ def settings(**changes) -> TrainConfig:
     base = dict(
         model_size="tiny",
         attention_type="indexed",
-        blocks=tuple(f"{name}={size}" for name, size in SIZES.items()),
+        blocks=BLOCKS,
         model_overrides=overrides,
         vocab_size=97,
         context_length=120,
@@ -178,6 +179,19 @@ def test_a_checkpoint_of_the_older_form_is_refused_in_a_line(tmp_path):
     with pytest.raises(ValueError, match="longhaul 0.1.0.*4523af9") as caught:
         model_config(dataclasses.replace(checkpoint, model_config=older))
     assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_from_when_whole_heads_turned_is_read_so_and_goes_on_if_asked(tmp_path):
+    whole, half = (settings(blocks=(*BLOCKS, *more)) for more in (["partial_rotary_factor=1"], []))
+    checkpoint = load.verified(save.save(step.build(whole, whole.model(), "cpu"), tmp_path, {}))
+    del checkpoint.model_config["blocks"]["partial_rotary_factor"]
+    assert model_config(checkpoint).attention == whole.model().attention
+
+    recorded = resume.identity(whole, whole.model())
+    del recorded["blocks.partial_rotary_factor"]
+    resume.check_same_run(recorded, resume.identity(whole, whole.model()), "it", ("", ""))
+    with pytest.raises(ValueError, match="partial_rotary_factor: recorded 1.0, now 0.5"):
+        resume.check_same_run(recorded, resume.identity(half, half.model()), "it", ("", ""))
 
 
 def test_a_checkpoint_of_another_attention_may_have_recorded_the_older_sizes(tmp_path):

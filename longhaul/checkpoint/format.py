@@ -293,7 +293,8 @@ def _attention(fields: dict):
             "with longhaul 0.1.0: read it with the version of commit 4523af9"
         )
     kind = KINDS[name]
-    found = kind.config(**_fields(kind.config, fields.get(kind.settings or name, {})))
+    sizes = kind.unrecorded | _fields(kind.config, fields.get(kind.settings or name, {}))
+    found = kind.config(**sizes)
     for settings in settings_names():
         fields.pop(settings, None)
     return found

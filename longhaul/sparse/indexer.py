@@ -5,8 +5,10 @@ the warm-up of 2512.02556).
     I_g[t, s] = q_g[t] . k[s] / sqrt(E)
     S[t, b]   = max over the keys s of b of I_g[t, s]
 
-with one index query per KV group g and one index key for all of them, normed and rotated as the
-model's. The choice is that of all selectors (choose.py), with these in place of q and k.
+with one index query per KV group g and one index key for all of them, normed as the model's. Only a
+part of a head turns with the position, half by default: what the rest compares does not depend on
+the distance, so an indexer also finds keys that are farther away than any that it was taught by.
+The choice is that of all selectors (choose.py), with these in place of q and k.
 
 Letters: those of layer.py, E the indexer's head dimension, n blocks that a query reads.
 """
@@ -50,11 +52,19 @@ class Indexed(Exact):
     init: int = 0
     local: int = 1
     head_dim: int = 128  # of the indexer's heads
+    partial_rotary_factor: float = 0.5  # the part of a head that turns with the position
 
     def __post_init__(self):
         super().__post_init__()
         if self.head_dim % 2:
             raise self.refusal(["head_dim"], "an even head_dim", "change head_dim")
+        if not 0 <= self.partial_rotary_factor <= 1:
+            name = "partial_rotary_factor"
+            raise self.refusal([name], f"0 <= {name} <= 1", f"change {name}")
+
+    def rotary_dim(self, of_model: int) -> int:
+        """The first elements of a head that turn, of a model whose heads have `of_model`."""
+        return 2 * int(min(self.head_dim, of_model) * self.partial_rotary_factor / 2)
 
     def layer(self, config: ModelConfig, ops: Ops) -> Attention:
         return IndexedAttention(config, ops)
@@ -62,12 +72,19 @@ class Indexed(Exact):
 
 def check(config: ModelConfig) -> None:
     """ValueError for a head dimension that cannot turn like the model's."""
-    E, K = config.attention.head_dim, config.head_dim
-    if E < K and K % E:
-        raise config.attention.refusal(
+    sizes, K = config.attention, config.head_dim
+    if sizes.head_dim < K and K % sizes.head_dim:
+        raise sizes.refusal(
             ["head_dim"],
             f"a divisor of the model's {K}, whose rotary positions it shares, or more",
             "change head_dim",
+        )
+    turning = sizes.rotary_dim(K)
+    if turning and K % turning:
+        raise sizes.refusal(
+            ["partial_rotary_factor"],
+            f"0, 0.25, 0.5 or 1: {turning} elements cannot share the positions of the model's {K}",
+            "change partial_rotary_factor",
         )
 
 
@@ -141,14 +158,15 @@ def figures(model: Decoder) -> Tensor:
 
 
 class Indexer(nn.Module):
-    """Makes the queries and keys by which blocks are scored. Their first elements turn like the
-    model's heads, or all at some of their frequencies. The input is detached, so the model does not
-    learn from the indexer's loss.
+    """Makes the queries and keys by which blocks are scored. Their first elements turn at all or
+    some of the frequencies of the model's heads. The input is detached, so the model does not learn
+    from the indexer's loss.
     """
 
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__()
         self.width = config.attention.head_dim
+        self.turning = config.attention.rotary_dim(config.head_dim)
         self.q_proj = Linear(config.hidden_size, config.num_kv_heads * self.width, ops.linear)
         self.k_proj = Linear(config.hidden_size, self.width, ops.linear)
         self.q_norm = RMSNorm(self.width, config.norm_eps, ops.norm)
@@ -163,13 +181,13 @@ class Indexer(nn.Module):
         return self._rotated(q_BTGE, rope), self._rotated(k_BT1E, rope)
 
     def _rotated(self, x_BThE: Tensor, rope: Rope) -> Tensor:
-        """A narrower head takes every so many-th frequency, which are those of its width."""
+        """Fewer elements than a head of the model's take every so many-th of its frequencies."""
+        if not self.turning:
+            return x_BThE
         K = 2 * rope[0].shape[-1]
-        if self.width < K:
-            rope = [x[..., :: K // self.width] for x in rope]
-        turning = min(K, self.width)
-        turned = rotate(x_BThE[..., :turning], *rope)
-        return torch.cat((turned, x_BThE[..., turning:]), dim=-1)
+        rope = [x[..., :: K // self.turning] for x in rope]
+        turned = rotate(x_BThE[..., : self.turning], *rope)
+        return torch.cat((turned, x_BThE[..., self.turning :]), dim=-1)
 
 
 class IndexedCache(SelectedCache):

@@ -56,7 +56,7 @@ class Selector(NamedTuple):
 ROOT = Path(__file__).parents[1]
 STANDARD = "standard"
 TRAINED_AT = 16_384  # tokens of a row
-TAUGHT_AT = 4096  # tokens of a row that teaches an indexer
+SHORTER = 4  # a row that teaches an indexer has so many times fewer
 TRAINED_WITH = 16  # blocks
 TUNED = "--lr 1e-3 --warmup_steps 4"
 TAUGHT = "--lr 6e-2 --schedule cosine:0.01 --warmup_steps 4"
@@ -196,7 +196,7 @@ def trained(run: Path, name: str, folder: Path) -> Path:
         output=output,
         seed=seed_of(run),
         steps=row.steps,
-        length=TAUGHT_AT if learner else TRAINED_AT,
+        length=TRAINED_AT // (SHORTER if learner else 1),
         kind=row.kind,
         blocks=blocks,
     )

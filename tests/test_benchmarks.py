@@ -111,6 +111,7 @@ def test_models_are_read_and_trained_with_selectors_and_a_second_call_repeats_no
     monkeypatch.setattr(selectors, "TRAINED", short)
     monkeypatch.setattr(selectors, "ROWS", selectors.SELECTORS | short)
     monkeypatch.setattr(selectors, "TRAINED_AT", 256)
+    monkeypatch.setattr(selectors, "SHORTER", 1)
     monkeypatch.setattr(selectors, "TRAINED_WITH", 3)
     command = f"{tmp_path} --output {tmp_path}/out --lengths 256 --blocks 3 --items 2 --train"
     assert selectors.main(command.split()) == 0

@@ -154,6 +154,17 @@ class Focal(Projected):
         return focal * (1 - (-focal).exp()) ** 2 + weighted
 
 
+class Pooled(Projected):
+    """The largest and the mean of those rows that belong together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.projection(x).flatten(0, 1)
+        groups = (torch.arange(256) // 2)[:, None].expand_as(y)
+        kinds = ("amax", "mean")
+        pooled = [torch.zeros(128, 64).scatter_reduce(0, groups, y, kind) for kind in kinds]
+        return torch.cat(pooled)
+
+
 def rows() -> Tensor:
     return torch.randn(4, 64, 64)
 
@@ -176,6 +187,7 @@ CASES = {
     "a focal loss": (Focal, rows),
     "a spectrum as a signal": (Audible, rows),
     "distributions with their checks": (Sampled, rows),
+    "rows that are pooled by groups": (Pooled, rows),
     "EmbeddingBag, sums": (lambda: nn.EmbeddingBag(500, 32, mode="sum"), indices),
     "EmbeddingBag, means": (lambda: nn.EmbeddingBag(500, 32), indices),
 }

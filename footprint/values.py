@@ -52,8 +52,11 @@ ARE_NOT_FINITE = {torch.isnan, Tensor.isnan, torch.isinf, Tensor.isinf}
 FINITE = "numbers that the step tests are finite"
 # functions whose results have the same shape whatever Unknown they get
 COMPUTES = {"tensor", "as_tensor", "full_like", "fill_", "clamp", "clamp_"}
+LISTS = "_foreach_"  # begins the names of functions of lists, for all of which that holds
 for _name in ("add", "sub", "mul", "div", "truediv", "pow", "mod", "floordiv"):
     COMPUTES |= {_name, f"{_name}_", f"__{_name}__", f"__r{_name}__", f"__i{_name}__"}
+for _name in ("addcmul", "addcdiv", "lerp", "masked_fill"):
+    COMPUTES |= {_name, f"{_name}_"}
 # functions that take a tensor of one element for a number on which no shape depends
 FACTORS = {
     "add",
@@ -320,7 +323,8 @@ class Reading(TorchFunctionMode):
             args = (args[0], *sizes)
         leaves = tree_leaves((args, kwargs)) if self.gave_unknown else []
         if any(isinstance(leaf, Unknown) for leaf in leaves):
-            computes = getattr(func, "__name__", "") in COMPUTES
+            name = getattr(func, "__name__", "")
+            computes = name in COMPUTES or name.startswith(LISTS)
             plain = usual if computes else self._known
             self.known.given_unknown = self.known.given_unknown or computes
             args, kwargs = tree_map(plain, (args, kwargs))

@@ -179,16 +179,20 @@ def test_an_error_of_the_users_own_is_told_as_python_tells_it():
         predict(build_small, step, "cpu")
 
 
-def test_a_number_scales_a_tensor_and_bounds_what_an_optimizer_of_pytorch_does():
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_number_scales_a_tensor_and_bounds_what_an_optimizer_of_pytorch_does(foreach):
     def build():
         model = torch.nn.Linear(64, 64)
-        return model, torch.optim.Adafactor(model.parameters())
+        return model, torch.optim.Adafactor(model.parameters(), foreach=foreach)
 
     def step(state):
         model, optimizer = state
         out = model(torch.randn(4, 64))
         (out * out.detach().norm().item()).sum().backward()
         optimizer.step()
+        with torch.no_grad():
+            weight = model.weight
+            weight.addcdiv_(weight, weight.exp(), value=-weight.norm().item())
 
     check_peak(build, step)
 

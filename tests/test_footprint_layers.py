@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from footprint import measure, predict
+from footprint.operators import FakeTensors, corrected
 from footprint.probe import inside_bytes
 from footprint.workspace import KernelWorkspaces
 
@@ -165,6 +167,21 @@ class Pooled(Projected):
         return torch.cat(pooled)
 
 
+class Normalized(Projected):
+    """Channels that are turned for a batch norm, and back."""
+
+    width = 128
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(128)
+        self.outer = nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.projection(x).transpose(1, 2)).transpose(1, 2)
+        return self.outer(y.relu())
+
+
 def rows() -> Tensor:
     return torch.randn(4, 64, 64)
 
@@ -188,6 +205,7 @@ CASES = {
     "a spectrum as a signal": (Audible, rows),
     "distributions with their checks": (Sampled, rows),
     "rows that are pooled by groups": (Pooled, rows),
+    "channels that are turned": (Normalized, rows),
     "EmbeddingBag, sums": (lambda: nn.EmbeddingBag(500, 32, mode="sum"), indices),
     "EmbeddingBag, means": (lambda: nn.EmbeddingBag(500, 32), indices),
 }
@@ -223,6 +241,32 @@ def test_an_operator_holds_inside_what_the_allocator_records(name):
     declared = KernelWorkspaces("cpu")(func, args, func(*args))
     assert declared == inside_bytes(func, args)
     assert declared > 0
+
+
+TURNED = torch.randn(8, 16, 12).transpose(1, 2)
+DENSE = torch.randn(8, 12, 16)
+MADE = {
+    "a loss of two dtypes": (aten.mse_loss_backward, DENSE, TURNED.bfloat16(), DENSE, 0),
+    "a smooth loss": (aten.smooth_l1_loss_backward, DENSE, TURNED, TURNED, 0, 1.0),
+    "a huber loss": (aten.huber_loss_backward, DENSE, TURNED, DENSE, 0, 1.0),
+    "log_softmax": (aten._log_softmax_backward_data, TURNED, DENSE, -1, torch.float32),
+    "elu": (aten.elu_backward, DENSE, 1.0, 1.0, 1.0, False, TURNED),
+    "hardsigmoid": (aten.hardsigmoid_backward, DENSE, TURNED),
+    "hardswish": (aten.hardswish_backward, DENSE, TURNED),
+    "relu6": (aten.hardtanh_backward, DENSE, TURNED, 0.0, 6.0),
+    "softplus": (aten.softplus_backward, DENSE, TURNED, 1.0, 20.0),
+    "logit": (aten.logit_backward, DENSE, TURNED),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_gradients_lie_in_memory_as_those_of_the_kernels(name):
+    func, *args = MADE[name]
+    func = func.default
+    real = func(*args)
+    with FakeTensors() as mode:
+        fake = corrected(func, "cpu")(*tree_map_only(Tensor, mode.from_tensor, args))
+    assert (fake.dtype, fake.stride()) == (real.dtype, real.stride())
 
 
 def test_what_is_loaded_inside_build_ends_with_it(tmp_path):

@@ -167,6 +167,20 @@ class Pooled(Projected):
         return torch.cat(pooled)
 
 
+class TwoDtypes(Projected):
+    """A loss of predictions in bfloat16 with targets in fp32."""
+
+    width = 512
+
+    def __init__(self):
+        super().__init__()
+        self.projection.to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.projection(x.bfloat16())
+        return F.mse_loss(y, torch.ones(y.shape))
+
+
 class Normalized(Projected):
     """Channels that are turned for a batch norm, and back."""
 
@@ -206,6 +220,7 @@ CASES = {
     "distributions with their checks": (Sampled, rows),
     "rows that are pooled by groups": (Pooled, rows),
     "channels that are turned": (Normalized, rows),
+    "a loss of two dtypes": (TwoDtypes, rows),
     "EmbeddingBag, sums": (lambda: nn.EmbeddingBag(500, 32, mode="sum"), indices),
     "EmbeddingBag, means": (lambda: nn.EmbeddingBag(500, 32), indices),
 }
@@ -224,6 +239,8 @@ def constant(*shape: int) -> Tensor:
 
 aten = torch.ops.aten
 distances = aten._euclidean_dist.default
+smooth, of_smooth = aten.smooth_l1_loss.default, aten.smooth_l1_loss_backward.default
+halves, wholes = torch.randn(50, 60, dtype=torch.bfloat16), torch.randn(50, 60)
 INSIDE = {
     "distances of many": (distances, torch.randn(1024, 512), torch.randn(64, 512)),
     "distances to many": (distances, torch.randn(64, 512), torch.randn(1024, 512)),
@@ -231,6 +248,8 @@ INSIDE = {
     "a sum of exponentials": (aten.logsumexp.default, torch.randn(60, 70), [-1]),
     "a roll of three axes": (aten.roll.default, torch.randn(10, 20, 30), (1, 2, 3), (0, 1, 2)),
     "a batch of products": (aten.bmm.default, constant(10, 50, 60), torch.randn(10, 60, 40)),
+    "a loss of two dtypes": (smooth, halves, wholes, 0, 1.0),
+    "the gradient of one": (of_smooth, wholes, halves, wholes, 0, 1.0),
     "a product with a vector": (aten.mv.default, constant(50, 60), torch.randn(60)),
 }
 

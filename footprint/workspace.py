@@ -182,6 +182,14 @@ def embedding_bag_backward_cpu(
     return 3 * indices.nbytes + made_again
 
 
+def group_norm_backward_cpu(threads: int, grad: Tensor, *args) -> int:
+    """For each row two sums of a channel, at least fp32 (cpu/group_norm_kernel.cpp): twice the rows
+    themselves where they are no images.
+    """
+    N, C = args[4:6]
+    return 2 * max(4, grad.element_size()) * N * C
+
+
 def group_norm_backward_cuda(threads: int, *args) -> int:
     """For each row three sums of a channel and two of a group, fp32 (group_norm_kernel.cu)."""
     N, C, _, groups = args[5:9]
@@ -264,6 +272,7 @@ DECLARED: dict[str, dict[str, Declared]] = {
     "cpu": {
         FLASH + "_for_cpu": flash_forward_cpu,
         FLASH + "_for_cpu_backward": flash_backward_cpu,
+        "aten::native_group_norm_backward": group_norm_backward_cpu,
         "aten::sort": sort_cpu,
         "aten::masked_scatter_backward": masked_scatter_backward_cpu,
         "aten::_euclidean_dist": euclidean_distances,

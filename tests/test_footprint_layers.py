@@ -241,6 +241,7 @@ aten = torch.ops.aten
 distances = aten._euclidean_dist.default
 smooth, of_smooth = aten.smooth_l1_loss.default, aten.smooth_l1_loss_backward.default
 halves, wholes = torch.randn(50, 60, dtype=torch.bfloat16), torch.randn(50, 60)
+moments = torch.randn(50, 6)
 INSIDE = {
     "distances of many": (distances, torch.randn(1024, 512), torch.randn(64, 512)),
     "distances to many": (distances, torch.randn(64, 512), torch.randn(1024, 512)),
@@ -250,6 +251,11 @@ INSIDE = {
     "a batch of products": (aten.bmm.default, constant(10, 50, 60), torch.randn(10, 60, 40)),
     "a loss of two dtypes": (smooth, halves, wholes, 0, 1.0),
     "the gradient of one": (of_smooth, wholes, halves, wholes, 0, 1.0),
+    "the gradient of groups": (
+        aten.native_group_norm_backward.default,
+        *(wholes, wholes, moments, moments, torch.ones(60)),
+        *(50, 60, 1, 6, [True, True, True]),
+    ),
     "a product with a vector": (aten.mv.default, constant(50, 60), torch.randn(60)),
 }
 

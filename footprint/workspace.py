@@ -176,10 +176,12 @@ def embedding_bag_backward_cpu(
     threads: int, grad: Tensor, indices: Tensor, offsets: Tensor, bag_of_index: Tensor, *_
 ) -> int:
     """The indices are sorted: values, their order, and a copy to work on. Sums have not kept the
-    bag of each index, which is made again (aten/native/EmbeddingBag.cpp).
+    bag of each index, which is made again (aten/native/EmbeddingBag.cpp). The gradient is copied
+    unless it is contiguous.
     """
+    copied = 0 if grad.is_contiguous() else grad.nbytes
     made_again = 0 if bag_of_index.numel() else indices.nbytes + indices.element_size()
-    return 3 * indices.nbytes + made_again
+    return copied + 3 * indices.nbytes + made_again
 
 
 def group_norm_backward_cpu(threads: int, grad: Tensor, *args) -> int:

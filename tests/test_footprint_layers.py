@@ -256,6 +256,11 @@ INSIDE = {
         *(wholes, wholes, moments, moments, torch.ones(60)),
         *(50, 60, 1, 6, [True, True, True]),
     ),
+    "the gradient of bags beside others": (
+        aten._embedding_bag_backward.default,
+        *(torch.randn(50, 60)[:, :30], *(torch.arange(50),) * 3, *(torch.ones(50).long(),) * 2),
+        *(50, False, 0, False, None),
+    ),
     "a product with a vector": (aten.mv.default, constant(50, 60), torch.randn(60)),
 }
 

@@ -166,11 +166,13 @@ def left_over(func, *args) -> Tensor:
 
 def sum_bytes(target: str, name: str, given: Tensor, result: Tensor) -> int:
     wide = result.dtype
+    means = 0
     if target == "cpu" and name == "aten::mean" and wide in HALF:
         wide = torch.float32
+        means = wide.itemsize * result.numel()
     if target == "cuda" and (given.dtype in HALF or wide == torch.bool):
         return 0
-    return given.numel() * wide.itemsize if given.dtype != wide else 0
+    return means + (given.numel() * wide.itemsize if given.dtype != wide else 0)
 
 
 def converted_bytes(func, args, outputs) -> int:

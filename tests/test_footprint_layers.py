@@ -261,6 +261,7 @@ INSIDE = {
         *(torch.randn(50, 60)[:, :30], *(torch.arange(50),) * 3, *(torch.ones(50).long(),) * 2),
         *(50, False, 0, False, None),
     ),
+    "means of rows in half precision": (aten.mean.dim, halves, [-1]),
     "a product with a vector": (aten.mv.default, constant(50, 60), torch.randn(60)),
 }
 

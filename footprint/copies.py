@@ -56,6 +56,8 @@ SUMS = [
     "all",
     "linalg_vector_norm",
 ]
+# Columns of images, and back: made like what is given, and resized (Im2Col.cpp, Col2Im.cpp).
+RESIZED = ("aten::im2col", "aten::col2im")
 MASKS = ("condition", "mask")  # arguments of elementwise operators that have no part in the dtype
 # losses -> how often they hold the loss of each element, beyond their result
 LOSSES = {
@@ -99,6 +101,9 @@ def copied_bytes(target: str, func, args, outputs) -> int:
         return 2 * each_bytes(args[1:])
     if name.removeprefix("aten::") in SUMS:
         return sum_bytes(target, name, args[0], outputs)
+    if name in RESIZED:
+        copied = 0 if args[0].is_contiguous() else args[0].nbytes
+        return copied + (args[0].nbytes if outputs.numel() > args[0].numel() else 0)
     if target == "cpu" and name in COPIES:
         source = args[COPIES[name]]
         is_turned = isinstance(outputs, Tensor) and outputs.is_contiguous()
@@ -162,6 +167,14 @@ def left_over(func, *args) -> Tensor:
         return result
     each = result.new_empty(each_bytes(args) // result.element_size())
     return each.as_strided((), ())
+
+
+def resized(func, given: Tensor, *args) -> Tensor:
+    """A result that keeps the memory of a tensor like `given` if it needs less."""
+    result = func(given, *args)
+    if result.numel() >= given.numel():
+        return result
+    return given.new_empty(given.numel()).as_strided(result.shape, result.stride())
 
 
 def sum_bytes(target: str, name: str, given: Tensor, result: Tensor) -> int:

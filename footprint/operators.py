@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
     disable_fake_tensor_cache,
 )
 
-from footprint.copies import HALF, LEFT_OVER, left_over
+from footprint.copies import HALF, LEFT_OVER, RESIZED, left_over, resized
 
 aten = torch.ops.aten
 GIVEN_STORAGES = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
@@ -165,4 +165,6 @@ def corrected(func, target: str) -> Callable:
         return functools.partial(with_statistics, target, func)
     if func._schema.name in LEFT_OVER:
         return functools.partial(left_over, func)
+    if func._schema.name in RESIZED:
+        return functools.partial(resized, func)
     return CORRECTED.get(func, func)

@@ -181,6 +181,17 @@ class TwoDtypes(Projected):
         return F.mse_loss(y, torch.ones(y.shape))
 
 
+class Patched(Projected):
+    """Images made of patches that overlap."""
+
+    width = 256
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.projection(x).transpose(1, 2)
+        given = patches, patches.exp(), patches.cos()
+        return torch.cat([F.fold(value, 18, 4, stride=2).sin() for value in given])
+
+
 class Normalized(Projected):
     """Channels that are turned for a batch norm, and back."""
 
@@ -221,6 +232,7 @@ CASES = {
     "rows that are pooled by groups": (Pooled, rows),
     "channels that are turned": (Normalized, rows),
     "a loss of two dtypes": (TwoDtypes, rows),
+    "patches that overlap": (Patched, rows),
     "EmbeddingBag, sums": (lambda: nn.EmbeddingBag(500, 32, mode="sum"), indices),
     "EmbeddingBag, means": (lambda: nn.EmbeddingBag(500, 32), indices),
 }
@@ -262,6 +274,11 @@ INSIDE = {
         *(50, False, 0, False, None),
     ),
     "means of rows in half precision": (aten.mean.dim, halves, [-1]),
+    "patches of images": (
+        aten.im2col.default,
+        torch.randn(2, 4, 20, 20),
+        *([n, n] for n in (3, 1, 0, 1)),
+    ),
     "a product with a vector": (aten.mv.default, constant(50, 60), torch.randn(60)),
 }
 

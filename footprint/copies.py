@@ -11,6 +11,7 @@ cannot see. Sizes are bytes.
 """
 
 import functools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ SUMS = [
     "all",
     "linalg_vector_norm",
 ]
+# Columns of images, and back: made like what is given, and resized (Im2Col.cpp, Col2Im.cpp).
+RESIZED = ("aten::im2col", "aten::col2im")
 MASKS = ("condition", "mask")  # arguments of elementwise operators that have no part in the dtype
 # losses -> how often they hold the loss of each element, beyond their result
 LOSSES = {
@@ -69,6 +72,9 @@ LOSSES = {
 }
 NEGATIVE_LOGS = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
 UNREDUCED, MEAN = 0, 1  # reductions of a loss, as its operator has them
+# losses of operands of two dtypes, and their gradients, which are computed in the wider one
+OF_TWO_DTYPES = ("aten::mse_loss", "aten::smooth_l1_loss")
+OF_TWO_DTYPES += ("aten::mse_loss_backward", "aten::smooth_l1_loss_backward")
 # Their result is what is left of all elements' losses, and keeps that memory.
 LEFT_OVER = LOSSES.keys() - {"aten::huber_loss"}
 
@@ -96,11 +102,18 @@ def copied_bytes(target: str, func, args, outputs) -> int:
         is_batch = target == "cpu" and given[0].dim() == 3  # one matrix after another
         return copied // max(1, len(given[0])) if is_batch else copied
     if name in LOSSES:
-        return loss_bytes(target, name, args) if _reduces(outputs, args) else 0
+        return loss_bytes(target, name, args, outputs)
+    if target == "cpu" and name in OF_TWO_DTYPES:  # gradients
+        given = [value for value in args[:3] if value.dim()]
+        common = functools.reduce(torch.promote_types, [value.dtype for value in given])
+        return other_bytes([*given, outputs], common)
     if name == "aten::soft_margin_loss_backward":
         return 2 * each_bytes(args[1:])
     if name.removeprefix("aten::") in SUMS:
         return sum_bytes(target, name, args[0], outputs)
+    if name in RESIZED:
+        copied = 0 if args[0].is_contiguous() else args[0].nbytes
+        return copied + (args[0].nbytes if outputs.numel() > args[0].numel() else 0)
     if target == "cpu" and name in COPIES:
         source = args[COPIES[name]]
         is_turned = isinstance(outputs, Tensor) and outputs.is_contiguous()
@@ -127,16 +140,30 @@ def is_matrix(value: Tensor) -> bool:
 
 def each_bytes(args) -> int:
     """The loss of each element."""
-    given = [value.shape for value in args[:2]]
-    return torch.broadcast_shapes(*given).numel() * args[0].element_size()
+    given = args[:2]
+    dtype = torch.promote_types(*[value.dtype for value in given])
+    return torch.broadcast_shapes(*[value.shape for value in given]).numel() * dtype.itemsize
 
 
-def loss_bytes(target: str, name: str, args) -> int:
-    """What a reduced loss holds beyond its result. A CPU takes means of half precision in fp32."""
+def loss_bytes(target: str, name: str, args, result: Tensor) -> int:
+    """What a loss holds beyond its result. A CPU takes means of half precision in fp32, and
+    converts operands of another dtype twice if the loss is reduced: for the losses of all elements,
+    which no one uses then, and for those that are reduced.
+    """
+    is_mixed = target == "cpu" and name in OF_TWO_DTYPES
+    converted = other_bytes(args[:2], result.dtype) if is_mixed else 0
+    if not _reduces(result, args):
+        return converted
     each = each_bytes(args)
     reduction = next((value for value in args[2:] if isinstance(value, int)), MEAN)
-    is_half = target == "cpu" and args[0].dtype in HALF
-    return LOSSES[name] * each + (2 * each if is_half and reduction == MEAN else 0)
+    is_half = target == "cpu" and result.dtype in HALF
+    means = 2 * each if is_half and reduction == MEAN else 0
+    return LOSSES[name] * each + means + 2 * converted
+
+
+def other_bytes(values: Iterable[Tensor], dtype: torch.dtype) -> int:
+    """Copies in `dtype` of those that have another one."""
+    return sum(value.numel() * dtype.itemsize for value in values if value.dtype != dtype)
 
 
 def _reduces(result: object, args) -> bool:
@@ -148,17 +175,27 @@ def left_over(func, *args) -> Tensor:
     result = func(*args)
     if not _reduces(result, args):
         return result
-    each = args[0].new_empty(each_bytes(args) // args[0].element_size())
+    each = result.new_empty(each_bytes(args) // result.element_size())
     return each.as_strided((), ())
+
+
+def resized(func, given: Tensor, *args) -> Tensor:
+    """A result that keeps the memory of a tensor like `given` if it needs less."""
+    result = func(given, *args)
+    if result.numel() >= given.numel():
+        return result
+    return given.new_empty(given.numel()).as_strided(result.shape, result.stride())
 
 
 def sum_bytes(target: str, name: str, given: Tensor, result: Tensor) -> int:
     wide = result.dtype
+    means = 0
     if target == "cpu" and name == "aten::mean" and wide in HALF:
         wide = torch.float32
+        means = wide.itemsize * result.numel()
     if target == "cuda" and (given.dtype in HALF or wide == torch.bool):
         return 0
-    return given.numel() * wide.itemsize if given.dtype != wide else 0
+    return means + (given.numel() * wide.itemsize if given.dtype != wide else 0)
 
 
 def converted_bytes(func, args, outputs) -> int:
@@ -178,4 +215,4 @@ def converted_bytes(func, args, outputs) -> int:
     converted = [value for value in given if value.dtype != common]
     if not is_new and outputs.dtype != common:
         converted.append(outputs)
-    return sum(value.numel() * common.itemsize for value in converted)
+    return other_bytes(converted, common)

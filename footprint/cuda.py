@@ -45,7 +45,6 @@ ON_A_CPU = {
     r"\.(atan2|xlogy)\.|\.pow\.Tensor_Tensor|\.clamp\.Tensor": "backward formulas of two tensors",
     "searchsorted": "copies of what searchsorted is given",
     r"attention_for_cpu\S* (b?float16)": "keys and values that attention packs for the processor",
-    "im2col|col2im": "scratch memory of unfolding images",
     r"\.is(inf|nan)\.": "comparisons with infinity",
 }
 AUTOCAST = "operators that autocast runs in another precision on CUDA than on a CPU"

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
     disable_fake_tensor_cache,
 )
 
-from footprint.copies import HALF, LEFT_OVER, left_over
+from footprint.copies import HALF, LEFT_OVER, RESIZED, left_over, resized
 
 aten = torch.ops.aten
 GIVEN_STORAGES = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
@@ -114,6 +114,26 @@ def batch_norm_backward(
     return torch.empty_like(of_input, memory_format=layout), *others
 
 
+def loss_backward(grad: Tensor, x: Tensor, *_) -> Tensor:
+    """The gradient of a loss of each element has the dtype of x and is contiguous; the imitation
+    computes it of all operands (aten/native/Loss.cpp).
+    """
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def log_softmax_backward(grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """The gradient is contiguous; that of the imitation has the layout of `grad`."""
+    return grad.new_empty(grad.shape, dtype=dtype)
+
+
+def activation_backward(grad: Tensor, *args) -> Tensor:
+    """Kernels of one iterator give their result the layout of the first operand, `grad`; imitations
+    by several operators that of x, which they compare first (aten/native/Activation.cpp).
+    """
+    x = next(value for value in args if isinstance(value, Tensor))
+    return grad * x
+
+
 def with_statistics(target: str, func, x: Tensor, *args) -> tuple[Tensor, Tensor, Tensor]:
     """A norm's result, means and deviations. Those of x in half precision are in fp32: on a GPU
     always, on a CPU if the weights are. Their imitations have the dtype of x.
@@ -121,6 +141,9 @@ def with_statistics(target: str, func, x: Tensor, *args) -> tuple[Tensor, Tensor
     aten/native/cpu/mixed_data_type.h, aten/native/cuda/layer_norm_kernel.cu and Normalization.cu.
     """
     result, means, deviations = func(x, *args)
+    if target == "cpu" and func is aten.native_batch_norm.default:
+        layout = torch._prims_common.suggest_memory_format(x)
+        result = torch.empty_like(x, memory_format=layout)  # aten/native/Normalization.cpp
     weights = next((value for value in args if isinstance(value, Tensor)), None)
     wide = target == "cuda" or (weights is not None and weights.dtype == torch.float32)
     if x.dtype not in HALF or not wide:
@@ -137,6 +160,16 @@ NORMS = (
 CORRECTED: dict[object, Callable] = {
     aten._grouped_mm.default: grouped_mm,
     aten.native_layer_norm_backward.default: layer_norm_backward,
+    aten._log_softmax_backward_data.default: log_softmax_backward,
+    aten.mse_loss_backward.default: loss_backward,
+    aten.smooth_l1_loss_backward.default: loss_backward,
+    aten.huber_loss_backward.default: loss_backward,
+    aten.elu_backward.default: activation_backward,
+    aten.hardsigmoid_backward.default: activation_backward,
+    aten.hardswish_backward.default: activation_backward,
+    aten.hardtanh_backward.default: activation_backward,
+    aten.logit_backward.default: activation_backward,
+    aten.softplus_backward.default: activation_backward,
 }
 
 
@@ -148,4 +181,6 @@ def corrected(func, target: str) -> Callable:
         return functools.partial(batch_norm_backward, func)
     if func._schema.name in LEFT_OVER:
         return functools.partial(left_over, func)
+    if func._schema.name in RESIZED:
+        return functools.partial(resized, func)
     return CORRECTED.get(func, func)

@@ -86,6 +86,7 @@ SHAPES = {
         "2 x N x T x (2 S + 1) numbers, S the longest target"
     ),
     "aten::nonzero": "choose by torch.where or by topk, whose results have a fixed shape",
+    "aten::repeat_interleave": "give it output_size, the number of elements of the result",
     "aten::masked_select": "choose by torch.where, whose result has a fixed shape",
 }
 # In what Python says of operations that no float has either

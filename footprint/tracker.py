@@ -35,6 +35,9 @@ IN_PLACE = {
 # The last two only in this formula, which goes on with what these operators made in it.
 BCE = "BinaryCrossEntropyWithLogitsBackward0"
 BCE_OWN = ("aten.sigmoid.default", "aten.add.Scalar")
+# They count how many elements share a gradient, by a sum that is not in place.
+REDUCTIONS = ("ScatterReduceBackward0", "IndexReduceBackward0")
+SUMS = (aten.scatter_add.default, aten.index_add.default)
 # Their backward adds the gradient of the mean to that of the variance, never in place.
 MEANS = ("VarMeanBackward0", "StdMeanBackward0")
 # They work in place, but their imitations on fake tensors allocate.
@@ -155,6 +158,8 @@ class Tracker(TorchDispatchMode):
         if func in (aten.sub.Tensor, aten.mul.Tensor):
             own = node_name() == BCE and self.made_by(args[0]) in BCE_OWN
             return own and not torch.is_grad_enabled()
+        if func in SUMS and node_name() in REDUCTIONS:
+            return False
         return func is not aten.index_put.default or args[3:] == (True,)
 
     def made_by(self, tensor: torch.Tensor) -> str:

@@ -52,8 +52,11 @@ ARE_NOT_FINITE = {torch.isnan, Tensor.isnan, torch.isinf, Tensor.isinf}
 FINITE = "numbers that the step tests are finite"
 # functions whose results have the same shape whatever Unknown they get
 COMPUTES = {"tensor", "as_tensor", "full_like", "fill_", "clamp", "clamp_"}
+LISTS = "_foreach_"  # begins the names of functions of lists, for all of which that holds
 for _name in ("add", "sub", "mul", "div", "truediv", "pow", "mod", "floordiv"):
     COMPUTES |= {_name, f"{_name}_", f"__{_name}__", f"__r{_name}__", f"__i{_name}__"}
+for _name in ("addcmul", "addcdiv", "lerp", "masked_fill"):
+    COMPUTES |= {_name, f"{_name}_"}
 # functions that take a tensor of one element for a number on which no shape depends
 FACTORS = {
     "add",
@@ -85,6 +88,9 @@ MOST_DRAWN = 2**24  # elements of a tensor of random integers that have values
 # GradScaler divides gradients by it, and has it say in `found_inf` whether one is not finite
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 NO_OVERFLOW = "no gradient overflows, so that GradScaler lets the optimizer step"
+# operators whose results have shapes that follow from known values
+NONZERO = torch.ops.aten.nonzero.default
+REPEATS = torch.ops.aten.repeat_interleave.Tensor
 ALL_OR_ANY = (torch.ops.aten.all.default, torch.ops.aten.any.default)
 # operators whose results do not depend on the values of the tensor that they are given
 LIKE = {
@@ -168,14 +174,18 @@ class KnownValues:
                 setattr(fake.untyped_storage(), TWIN, (real.untyped_storage(), is_drawn))
 
     def selected(self, func, args) -> Tensor | None:
-        """A fake tensor of the shape that `nonzero` has for known values; None for anything else.
-        A device mesh finds its rank by it.
+        """A fake tensor of the shape that `nonzero`, by which a device mesh finds its rank, and
+        `repeat_interleave` have for known values; None for anything else.
         """
-        if func is not torch.ops.aten.nonzero.default:
+        if func not in (NONZERO, REPEATS):
             return None
         real = self.of(args[0])
         if real is None or self.is_drawn(args[0]):
             return None
+        if func is REPEATS:
+            with unset_fake_temporarily():
+                count = int(real.sum())
+            return args[0].new_empty(count)
         with unset_fake_temporarily():
             alike = args[0].numel() // max(real.numel(), 1)
             count = int(torch.count_nonzero(real)) * alike
@@ -320,7 +330,8 @@ class Reading(TorchFunctionMode):
             args = (args[0], *sizes)
         leaves = tree_leaves((args, kwargs)) if self.gave_unknown else []
         if any(isinstance(leaf, Unknown) for leaf in leaves):
-            computes = getattr(func, "__name__", "") in COMPUTES
+            name = getattr(func, "__name__", "")
+            computes = name in COMPUTES or name.startswith(LISTS)
             plain = usual if computes else self._known
             self.known.given_unknown = self.known.given_unknown or computes
             args, kwargs = tree_map(plain, (args, kwargs))

@@ -176,10 +176,20 @@ def embedding_bag_backward_cpu(
     threads: int, grad: Tensor, indices: Tensor, offsets: Tensor, bag_of_index: Tensor, *_
 ) -> int:
     """The indices are sorted: values, their order, and a copy to work on. Sums have not kept the
-    bag of each index, which is made again (aten/native/EmbeddingBag.cpp).
+    bag of each index, which is made again (aten/native/EmbeddingBag.cpp). The gradient is copied
+    unless it is contiguous.
     """
+    copied = 0 if grad.is_contiguous() else grad.nbytes
     made_again = 0 if bag_of_index.numel() else indices.nbytes + indices.element_size()
-    return 3 * indices.nbytes + made_again
+    return copied + 3 * indices.nbytes + made_again
+
+
+def group_norm_backward_cpu(threads: int, grad: Tensor, *args) -> int:
+    """For each row two sums of a channel, at least fp32 (cpu/group_norm_kernel.cpp): twice the rows
+    themselves where they are no images.
+    """
+    N, C = args[4:6]
+    return 2 * max(4, grad.element_size()) * N * C
 
 
 def group_norm_backward_cuda(threads: int, *args) -> int:
@@ -264,6 +274,7 @@ DECLARED: dict[str, dict[str, Declared]] = {
     "cpu": {
         FLASH + "_for_cpu": flash_forward_cpu,
         FLASH + "_for_cpu_backward": flash_backward_cpu,
+        "aten::native_group_norm_backward": group_norm_backward_cpu,
         "aten::sort": sort_cpu,
         "aten::masked_scatter_backward": masked_scatter_backward_cpu,
         "aten::_euclidean_dist": euclidean_distances,

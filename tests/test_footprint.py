@@ -179,16 +179,20 @@ def test_an_error_of_the_users_own_is_told_as_python_tells_it():
         predict(build_small, step, "cpu")
 
 
-def test_a_number_scales_a_tensor_and_bounds_what_an_optimizer_of_pytorch_does():
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_number_scales_a_tensor_and_bounds_what_an_optimizer_of_pytorch_does(foreach):
     def build():
         model = torch.nn.Linear(64, 64)
-        return model, torch.optim.Adafactor(model.parameters())
+        return model, torch.optim.Adafactor(model.parameters(), foreach=foreach)
 
     def step(state):
         model, optimizer = state
         out = model(torch.randn(4, 64))
         (out * out.detach().norm().item()).sum().backward()
         optimizer.step()
+        with torch.no_grad():
+            weight = model.weight
+            weight.addcdiv_(weight, weight.exp(), value=-weight.norm().item())
 
     check_peak(build, step)
 
@@ -250,11 +254,13 @@ def test_values_that_follow_from_constants_are_those_of_a_real_step():
         found.extend([counted.tolist(), counted[1, 2].item(), int(counted.sum())])
         found.extend([bool((counted > 10).any()), bool((counted > 9).any()), bool(counted[0, 0])])
         found.append((counted % 4 == 2).nonzero().tolist())
+        found.append(torch.arange(2).repeat_interleave(torch.tensor([1, 3])).tolist())
 
     found: list = []
     predict(build_small, step, "cpu")
-    del found[7:]  # of the second step
-    assert found == [[[0, 2, 4], [6, 8, 10]], 10, 30, False, True, False, [[0, 1], [1, 0], [1, 2]]]
+    del found[8:]  # of the second step
+    assert found[:6] == [[[0, 2, 4], [6, 8, 10]], 10, 30, False, True, False]
+    assert found[6:] == [[[0, 1], [1, 0], [1, 2]], [0, 1, 1, 1]]
 
 
 def test_copies_of_a_model_with_known_values_are_those_of_the_real_step():
@@ -486,6 +492,8 @@ def test_random_integers_have_values_of_which_one_draw_is_predicted():
 def test_a_shape_that_depends_on_random_integers_is_refused():
     with pytest.raises(Refused, match="shape depends on values"):
         predict(mlp, lambda _: torch.randint(2, (9,)).nonzero(), "cpu")
+    with pytest.raises(Refused, match="give it output_size"):
+        predict(mlp, lambda _: torch.arange(9).repeat_interleave(torch.randint(2, (9,))), "cpu")
 
 
 def test_a_list_answers_one_reading_of_a_line_after_another():

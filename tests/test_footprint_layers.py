@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from footprint import measure, predict
+from footprint.operators import FakeTensors, corrected
 from footprint.probe import inside_bytes
 from footprint.workspace import KernelWorkspaces
 
@@ -154,6 +156,57 @@ class Focal(Projected):
         return focal * (1 - (-focal).exp()) ** 2 + weighted
 
 
+class Pooled(Projected):
+    """The largest and the mean of those rows that belong together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.projection(x).flatten(0, 1)
+        groups = (torch.arange(256) // 2)[:, None].expand_as(y)
+        kinds = ("amax", "mean")
+        pooled = [torch.zeros(128, 64).scatter_reduce(0, groups, y, kind) for kind in kinds]
+        return torch.cat(pooled)
+
+
+class TwoDtypes(Projected):
+    """A loss of predictions in bfloat16 with targets in fp32."""
+
+    width = 512
+
+    def __init__(self):
+        super().__init__()
+        self.projection.to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.projection(x.bfloat16())
+        return F.mse_loss(y, torch.ones(y.shape))
+
+
+class Patched(Projected):
+    """Images made of patches that overlap."""
+
+    width = 256
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.projection(x).transpose(1, 2)
+        given = patches, patches.exp(), patches.cos()
+        return torch.cat([F.fold(value, 18, 4, stride=2).sin() for value in given])
+
+
+class Normalized(Projected):
+    """Channels that are turned for a batch norm, and back."""
+
+    width = 128
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(128)
+        self.outer = nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.projection(x).transpose(1, 2)).transpose(1, 2)
+        return self.outer(y.relu())
+
+
 def rows() -> Tensor:
     return torch.randn(4, 64, 64)
 
@@ -176,6 +229,10 @@ CASES = {
     "a focal loss": (Focal, rows),
     "a spectrum as a signal": (Audible, rows),
     "distributions with their checks": (Sampled, rows),
+    "rows that are pooled by groups": (Pooled, rows),
+    "channels that are turned": (Normalized, rows),
+    "a loss of two dtypes": (TwoDtypes, rows),
+    "patches that overlap": (Patched, rows),
     "EmbeddingBag, sums": (lambda: nn.EmbeddingBag(500, 32, mode="sum"), indices),
     "EmbeddingBag, means": (lambda: nn.EmbeddingBag(500, 32), indices),
 }
@@ -196,6 +253,9 @@ aten = torch.ops.aten
 distances = aten._euclidean_dist.default
 turned = torch.randn(70, 80).t()
 classes = torch.zeros(80, dtype=torch.int64)
+smooth, of_smooth = aten.smooth_l1_loss.default, aten.smooth_l1_loss_backward.default
+halves, wholes = torch.randn(50, 60, dtype=torch.bfloat16), torch.randn(50, 60)
+moments = torch.randn(50, 6)
 INSIDE = {
     "distances of many": (distances, torch.randn(1024, 512), torch.randn(64, 512)),
     "distances to many": (distances, torch.randn(64, 512), torch.randn(1024, 512)),
@@ -205,6 +265,24 @@ INSIDE = {
     "a batch of products": (aten.bmm.default, constant(10, 50, 60), torch.randn(10, 60, 40)),
     "a norm of transposed rows": (aten.native_layer_norm.default, turned, [70], None, None, 1e-5),
     "a loss of transposed rows": (aten.nll_loss_forward.default, turned, classes, None, 1, -100),
+    "a loss of two dtypes": (smooth, halves, wholes, 0, 1.0),
+    "the gradient of one": (of_smooth, wholes, halves, wholes, 0, 1.0),
+    "the gradient of groups": (
+        aten.native_group_norm_backward.default,
+        *(wholes, wholes, moments, moments, torch.ones(60)),
+        *(50, 60, 1, 6, [True, True, True]),
+    ),
+    "the gradient of bags beside others": (
+        aten._embedding_bag_backward.default,
+        *(torch.randn(50, 60)[:, :30], *(torch.arange(50),) * 3, *(torch.ones(50).long(),) * 2),
+        *(50, False, 0, False, None),
+    ),
+    "means of rows in half precision": (aten.mean.dim, halves, [-1]),
+    "patches of images": (
+        aten.im2col.default,
+        torch.randn(2, 4, 20, 20),
+        *([n, n] for n in (3, 1, 0, 1)),
+    ),
     "a product with a vector": (aten.mv.default, constant(50, 60), torch.randn(60)),
 }
 
@@ -215,6 +293,32 @@ def test_an_operator_holds_inside_what_the_allocator_records(name):
     declared = KernelWorkspaces("cpu")(func, args, func(*args))
     assert declared == inside_bytes(func, args)
     assert declared > 0
+
+
+TURNED = torch.randn(8, 16, 12).transpose(1, 2)
+DENSE = torch.randn(8, 12, 16)
+MADE = {
+    "a loss of two dtypes": (aten.mse_loss_backward, DENSE, TURNED.bfloat16(), DENSE, 0),
+    "a smooth loss": (aten.smooth_l1_loss_backward, DENSE, TURNED, TURNED, 0, 1.0),
+    "a huber loss": (aten.huber_loss_backward, DENSE, TURNED, DENSE, 0, 1.0),
+    "log_softmax": (aten._log_softmax_backward_data, TURNED, DENSE, -1, torch.float32),
+    "elu": (aten.elu_backward, DENSE, 1.0, 1.0, 1.0, False, TURNED),
+    "hardsigmoid": (aten.hardsigmoid_backward, DENSE, TURNED),
+    "hardswish": (aten.hardswish_backward, DENSE, TURNED),
+    "relu6": (aten.hardtanh_backward, DENSE, TURNED, 0.0, 6.0),
+    "softplus": (aten.softplus_backward, DENSE, TURNED, 1.0, 20.0),
+    "logit": (aten.logit_backward, DENSE, TURNED),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_gradients_lie_in_memory_as_those_of_the_kernels(name):
+    func, *args = MADE[name]
+    func = func.default
+    real = func(*args)
+    with FakeTensors() as mode:
+        fake = corrected(func, "cpu")(*tree_map_only(Tensor, mode.from_tensor, args))
+    assert (fake.dtype, fake.stride()) == (real.dtype, real.stride())
 
 
 def test_what_is_loaded_inside_build_ends_with_it(tmp_path):

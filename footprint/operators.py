@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
@@ -100,13 +101,37 @@ def layer_norm_backward(
     return tuple(found)
 
 
+def group_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    batch: int,
+    channels: int,
+    pixels: int,
+    groups: int,
+    wanted: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradient of x in half precision is in half precision; that of the imitation has the dtype
+    of the weights.
+    """
+    like = x if weight is None else weight
+    made = (torch.empty_like(x), like.new_empty(channels), like.new_empty(channels))
+    found = (tensor if want else None for tensor, want in zip(made, wanted, strict=True))
+    return tuple(found)
+
+
 def with_statistics(target: str, func, x: Tensor, *args) -> tuple[Tensor, Tensor, Tensor]:
     """A norm's result, means and deviations. Those of x in half precision are in fp32: on a GPU
-    always, on a CPU if the weights are. Their imitations have the dtype of x.
+    always, on a CPU if the weights are. Their imitations have the dtype of x. On a CPU a batch
+    norm's result is laid out by channels or with channels last; that of the imitation as x is.
 
     aten/native/cpu/mixed_data_type.h, aten/native/cuda/layer_norm_kernel.cu and Normalization.cu.
     """
     result, means, deviations = func(x, *args)
+    if target == "cpu" and func is aten.native_batch_norm.default:
+        result = torch.empty_like(result, memory_format=suggest_memory_format(x))
     weights = next((value for value in args if isinstance(value, Tensor)), None)
     wide = target == "cuda" or (weights is not None and weights.dtype == torch.float32)
     if x.dtype not in HALF or not wide:
@@ -115,14 +140,39 @@ def with_statistics(target: str, func, x: Tensor, *args) -> tuple[Tensor, Tensor
     return result, *found
 
 
+def by_rows(func, *args) -> Tensor:
+    """A result that is contiguous, however the inputs lie in memory; that of the imitation lies as
+    they do (aten/native/Loss.cpp, GatedLinearUnit.cpp).
+    """
+    return torch.empty_like(func(*args), memory_format=torch.contiguous_format)
+
+
+def batch_norm_backward(grad: Tensor, x: Tensor, *args) -> tuple[Tensor | None, ...]:
+    """The gradient of x is laid out by channels or with channels last; that of the imitation as
+    `grad` is (aten/native/Normalization.cpp).
+    """
+    found, *others = aten.native_batch_norm_backward.default(grad, x, *args)
+    if found is not None:
+        found = torch.empty_like(x, memory_format=suggest_memory_format(x))
+    return found, *others
+
+
 NORMS = (
     aten.native_layer_norm.default,
     aten.native_group_norm.default,
     aten.native_batch_norm.default,
 )
+BY_ROWS = (
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.glu_backward.default,
+)
 CORRECTED: dict[object, Callable] = {
     aten._grouped_mm.default: grouped_mm,
     aten.native_layer_norm_backward.default: layer_norm_backward,
+    aten.native_group_norm_backward.default: group_norm_backward,
+    aten.native_batch_norm_backward.default: batch_norm_backward,
 }
 
 
@@ -130,6 +180,8 @@ def corrected(func, target: str) -> Callable:
     """What returns on fake tensors what the operator does on the target, "cpu" or "cuda"."""
     if func in NORMS:
         return functools.partial(with_statistics, target, func)
+    if func in BY_ROWS:
+        return functools.partial(by_rows, func)
     if func._schema.name in LEFT_OVER:
         return functools.partial(left_over, func)
     return CORRECTED.get(func, func)

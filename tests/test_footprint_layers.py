@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from footprint import measure, predict
+from footprint.operators import FakeTensors, corrected
 from footprint.probe import inside_bytes
 from footprint.workspace import KernelWorkspaces
 
@@ -192,7 +194,17 @@ def constant(*shape: int) -> Tensor:
     return torch.ones(()).expand(shape)
 
 
+def words() -> Tensor:
+    """Their features first, as convolutions have them, in the memory of a linear layer."""
+    return torch.randn(2, 6, 8).transpose(1, 2)
+
+
+def channels_last(channels: int) -> Tensor:
+    return torch.randn(2, 5, 5, channels).permute(0, 3, 1, 2)
+
+
 aten = torch.ops.aten
+NO_STATISTICS = (None, None, None, None, True, 0.1, 1e-5)
 distances = aten._euclidean_dist.default
 INSIDE = {
     "distances of many": (distances, torch.randn(1024, 512), torch.randn(64, 512)),
@@ -211,6 +223,58 @@ def test_an_operator_holds_inside_what_the_allocator_records(name):
     declared = KernelWorkspaces("cpu")(func, args, func(*args))
     assert declared == inside_bytes(func, args)
     assert declared > 0
+
+
+LAID = {
+    "a group norm's gradients of bf16": (
+        aten.native_group_norm_backward.default,
+        torch.randn(2, 8, 4, 4).bfloat16(),
+        torch.randn(2, 8, 4, 4).bfloat16(),
+        *torch.randn(2, 2, 2),
+        torch.randn(8),
+        *(2, 8, 16, 2, [True, True, False]),
+    ),
+    "a batch norm of words": (aten.native_batch_norm.default, words(), *NO_STATISTICS),
+    "a batch norm with channels last": (
+        *(aten.native_batch_norm.default, channels_last(8), *NO_STATISTICS),
+    ),
+    "a batch norm's gradient": (
+        aten.native_batch_norm_backward.default,
+        words(),
+        torch.randn(2, 8, 6),
+        *(None, None, None),
+        *torch.randn(2, 8),
+        *(True, 1e-5, [True, False, False]),
+    ),
+    "a squared loss's gradient": (
+        *(aten.mse_loss_backward.default, torch.ones(())),
+        *(words(), torch.randn(2, 8, 6), 1),
+    ),
+    "a smooth loss's gradient": (
+        *(aten.smooth_l1_loss_backward.default, torch.ones(())),
+        *(words(), torch.randn(2, 8, 6), 1, 1.0),
+    ),
+    "a Huber loss's gradient": (
+        *(aten.huber_loss_backward.default, torch.ones(())),
+        *(words(), torch.randn(2, 8, 6), 1, 1.0),
+    ),
+    "a gate's gradient": (aten.glu_backward.default, channels_last(4), channels_last(8), 1),
+}
+
+
+@pytest.mark.parametrize("name", LAID)
+def test_an_operator_returns_fake_tensors_that_lie_as_real_ones(name):
+    func, *args = LAID[name]
+    real = func(*args)
+    mode = FakeTensors()
+    fakes = tree_map_only(Tensor, mode.from_tensor, args)
+    with mode:
+        fake = corrected(func, "cpu")(*fakes)
+    assert tree_map_only(Tensor, lies, fake) == tree_map_only(Tensor, lies, real)
+
+
+def lies(value: Tensor) -> tuple:
+    return value.shape, value.stride(), value.dtype
 
 
 def test_what_is_loaded_inside_build_ends_with_it(tmp_path):

@@ -2,7 +2,8 @@
 cannot see. Sizes are bytes.
 
 - Kernels that want dense rows copy what is not (aten/native: SoftMax.cpp, layer_norm.cpp,
-  Embedding.cpp and their CUDA files; LinearAlgebra.cpp and cuda/Blas.cpp for products).
+  Embedding.cpp and their CUDA files; LinearAlgebra.cpp and cuda/Blas.cpp for products), and so do
+  those of images on a CPU, such as PixelShuffle.cpp and AveragePool2d.cpp.
 - On a CPU, elementwise operators compute in one dtype: operands of another are copied to it, and so
   is a result (TensorIterator.cpp). On CUDA they convert as they read.
 - Sums in another dtype than their input's copy it (ReduceOpsUtils.h); CUDA reads half precision as
@@ -32,6 +33,19 @@ CONTIGUOUS = {
     "aten::multilabel_margin_loss_backward": (1,),
     "aten::embedding": (1,),
     "aten::embedding_dense_backward": (0, 1),
+    "aten::avg_pool3d": (0,),
+}
+# The same of a CPU's kernels of images, which also take channels that lie last.
+OF_IMAGES = {
+    "aten::pixel_shuffle",
+    "aten::pixel_unshuffle",
+    "aten::channel_shuffle",
+    "aten::native_channel_shuffle",
+    "aten::avg_pool2d",
+    "aten::_adaptive_avg_pool2d",
+    "aten::adaptive_max_pool2d",
+    "aten::max_pool2d_with_indices",
+    "aten::max_pool3d_with_indices",
 }
 PRODUCTS = {
     "aten::mm": (0, 1),
@@ -80,6 +94,8 @@ def copied_bytes(target: str, func, args, outputs) -> int:
             return copied + max(map(turning_bytes, turned), default=0)
         # softmax's backward holds grad * output (cuda/SoftMax.cu)
         return copied + (given[0].nbytes if name == "aten::_softmax_backward_data" else 0)
+    if name in OF_IMAGES and target == "cpu":
+        return 0 if is_image(args[0]) else args[0].nbytes
     if name in PRODUCTS:
         given = [args[position] for position in PRODUCTS[name]]
         copied = sum(value.nbytes for value in given if not is_matrix(value))
@@ -105,6 +121,12 @@ def turning_bytes(value: Tensor) -> int:
     if value.dim() != 2 or value.numel() < BLOCK * BLOCK or value.stride() != (1, len(value)):
         return 0
     return BLOCK * BLOCK * value.element_size()
+
+
+def is_image(value: Tensor) -> bool:
+    """Whether the numbers lie without gaps, by channels or with channels last."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim())
+    return value.is_contiguous() or (last is not None and value.is_contiguous(memory_format=last))
 
 
 def is_matrix(value: Tensor) -> bool:

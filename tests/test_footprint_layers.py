@@ -203,6 +203,10 @@ def channels_last(channels: int) -> Tensor:
     return torch.randn(2, 5, 5, channels).permute(0, 3, 1, 2)
 
 
+def some_channels() -> Tensor:
+    return torch.randn(2, 16, 8, 8)[:, :8]
+
+
 aten = torch.ops.aten
 NO_STATISTICS = (None, None, None, None, True, 0.1, 1e-5)
 distances = aten._euclidean_dist.default
@@ -213,6 +217,15 @@ INSIDE = {
     "a sum of exponentials": (aten.logsumexp.default, torch.randn(60, 70), [-1]),
     "a roll of three axes": (aten.roll.default, torch.randn(10, 20, 30), (1, 2, 3), (0, 1, 2)),
     "a batch of products": (aten.bmm.default, constant(10, 50, 60), torch.randn(10, 60, 40)),
+    "shuffled pixels of some channels": (aten.pixel_shuffle.default, some_channels(), 2),
+    "pixels shuffled back": (aten.pixel_unshuffle.default, some_channels(), 2),
+    "shuffled channels": (aten.channel_shuffle.default, some_channels(), 2),
+    "means of pixels": (aten.avg_pool2d.default, some_channels(), [2, 2]),
+    "means of voxels": (aten.avg_pool3d.default, some_channels()[None], [2, 2, 2]),
+    "means of a given number": (aten._adaptive_avg_pool2d.default, some_channels(), [2, 3]),
+    "a given number of largest": (aten.adaptive_max_pool2d.default, some_channels(), [2, 3]),
+    "largest pixels": (aten.max_pool2d_with_indices.default, some_channels(), [2, 2]),
+    "largest voxels": (aten.max_pool3d_with_indices.default, some_channels()[None], [2, 2, 2]),
     "a product with a vector": (aten.mv.default, constant(50, 60), torch.randn(60)),
 }
 

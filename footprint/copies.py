@@ -12,6 +12,7 @@ cannot see. Sizes are bytes.
 """
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
@@ -106,6 +107,8 @@ def copied_bytes(target: str, func, args, outputs) -> int:
     if name == "aten::soft_margin_loss_backward":
         return 2 * each_bytes(args[1:])
     if name.removeprefix("aten::") in SUMS:
+        if target == "cpu" and name == "aten::sum" and args[0].dtype == outputs.dtype:
+            return half_sum_bytes(outputs, *args)
         return sum_bytes(target, name, args[0], outputs)
     if target == "cpu" and name in COPIES:
         source = args[COPIES[name]]
@@ -171,6 +174,18 @@ def sum_bytes(target: str, name: str, given: Tensor, result: Tensor) -> int:
     if target == "cuda" and (given.dtype in HALF or wide == torch.bool):
         return 0
     return given.numel() * wide.itemsize if given.dtype != wide else 0
+
+
+def half_sum_bytes(result: Tensor, given: Tensor, dims=None, *_) -> int:
+    """Half precision is summed as fp32 on a CPU if the dimensions that are summed do not lie in
+    memory as one, such as rows and columns around channels (aten/native/ReduceOps.cpp).
+    """
+    if given.dtype not in HALF:
+        return 0
+    summed = [(given.stride(dim), given.shape[dim]) for dim in dims or range(given.dim())]
+    laid = sorted((step, size) for step, size in summed if size > 1)
+    are_one = all(a * size == b for (a, size), (b, _) in itertools.pairwise(laid))
+    return 0 if are_one else 4 * (given.numel() + result.numel())
 
 
 def converted_bytes(func, args, outputs) -> int:

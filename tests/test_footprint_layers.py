@@ -226,6 +226,8 @@ INSIDE = {
     "a given number of largest": (aten.adaptive_max_pool2d.default, some_channels(), [2, 3]),
     "largest pixels": (aten.max_pool2d_with_indices.default, some_channels(), [2, 2]),
     "largest voxels": (aten.max_pool3d_with_indices.default, some_channels()[None], [2, 2, 2]),
+    "a sum around channels": (aten.sum.dim_IntList, some_channels().bfloat16(), [0, 2, 3]),
+    "a sum of some channels": (aten.sum.default, torch.randn(2, 8, 8).bfloat16()[:, :4]),
     "a product with a vector": (aten.mv.default, constant(50, 60), torch.randn(60)),
 }
 

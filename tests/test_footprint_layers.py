@@ -228,6 +228,15 @@ INSIDE = {
     "largest voxels": (aten.max_pool3d_with_indices.default, some_channels()[None], [2, 2, 2]),
     "a sum around channels": (aten.sum.dim_IntList, some_channels().bfloat16(), [0, 2, 3]),
     "a sum of some channels": (aten.sum.default, torch.randn(2, 8, 8).bfloat16()[:, :4]),
+    "a grid of pixels": (
+        aten.affine_grid_generator.default,
+        torch.randn(2, 2, 3),
+        [2, 3, 8, 9],
+        True,
+    ),
+    "a grid of voxels": (
+        *(aten.affine_grid_generator.default, torch.randn(2, 3, 4), [2, 3, 4, 5, 6], False),
+    ),
     "a product with a vector": (aten.mv.default, constant(50, 60), torch.randn(60)),
 }
 

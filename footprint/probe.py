@@ -29,6 +29,8 @@ MEASURED += ("aten::floor_divide", "aten::ldexp")
 OF_IMAGES = re.compile(
     "upsample_|(reflection|replication)_pad|_pool[123]d.*_backward|grid_sampler_"
 )
+# Of rows alone they hold nothing.
+TRANSFORMS = ("aten::_fft_r2c", "aten::_fft_c2r", "aten::_fft_c2c")
 LINEAR_ALGEBRA = re.compile(
     "linalg_(?!vector_norm|cross|check|solve_tri|lu_solve)|matrix_exp|cholesky|geqrf|householder"
 )
@@ -48,8 +50,11 @@ def is_probed(func, args) -> bool:
     name = func._schema.name
     if name == "aten::gelu_backward":
         return not all(value.is_contiguous() for value in args)
-    if name == "aten::abs":
+    if name in ("aten::abs", "aten::angle"):
         return args[0].is_complex()
+    if name in TRANSFORMS:
+        x, dims = args[:2]
+        return not x.is_contiguous() or list(dims) != [x.dim() - 1]
     if name in MEASURED or LINEAR_ALGEBRA.search(name) or OF_IMAGES.search(name):
         return True
     if name in SCATTERS:

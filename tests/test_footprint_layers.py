@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from footprint import measure, predict
 from footprint.operators import FakeTensors, corrected
 from footprint.probe import inside_bytes
-from footprint.workspace import KernelWorkspaces
+from footprint.workspace import KernelWorkspaces, ProbedWorkspaces
 
 TOLERANCE = 12  # bytes
 
@@ -295,6 +295,31 @@ def test_an_operator_returns_fake_tensors_that_lie_as_real_ones(name):
     with mode:
         fake = corrected(func, "cpu")(*fakes)
     assert tree_map_only(Tensor, lies, fake) == tree_map_only(Tensor, lies, real)
+
+
+PROBED = {
+    "angles of complex numbers": (aten.angle.default, torch.randn(9, 9, dtype=torch.complex64)),
+    "a transform of columns": (aten._fft_r2c.default, torch.randn(2, 8, 8), [1], 0, True),
+    "planes as they were": (
+        *(aten._fft_c2r.default, torch.randn(2, 8, 5, dtype=torch.complex64), [1, 2], 2, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROBED)
+def test_what_transforms_hold_inside_is_measured(name):
+    func, *args = PROBED[name]
+    measured = ProbedWorkspaces("cpu")(func, args, func(*args))
+    assert measured == inside_bytes(func, args)
+    assert measured > 0
+
+
+def test_a_transform_on_a_gpu_is_named():
+    def step(x: Tensor) -> None:
+        torch.fft.rfft(x)
+
+    (words,) = predict(rows, step, "cuda").not_modelled
+    assert "cuFFT" in words
 
 
 def lies(value: Tensor) -> tuple:

@@ -147,6 +147,14 @@ def by_rows(func, *args) -> Tensor:
     return torch.empty_like(func(*args), memory_format=torch.contiguous_format)
 
 
+def elementwise(*args) -> Tensor:
+    """A result that lies in memory as that of any elementwise operator on the same tensors; the
+    imitation decomposes the operator into others.
+    """
+    grad, x = (value for value in args if isinstance(value, Tensor))
+    return aten.mul.Tensor(grad, x)
+
+
 def batch_norm_backward(grad: Tensor, x: Tensor, *args) -> tuple[Tensor | None, ...]:
     """The gradient of x is laid out by channels or with channels last; that of the imitation as
     `grad` is (aten/native/Normalization.cpp).
@@ -162,6 +170,13 @@ NORMS = (
     aten.native_group_norm.default,
     aten.native_batch_norm.default,
 )
+ELEMENTWISE = (
+    aten.elu_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.softplus_backward.default,
+)
 BY_ROWS = (
     aten.mse_loss_backward.default,
     aten.smooth_l1_loss_backward.default,
@@ -173,6 +188,7 @@ CORRECTED: dict[object, Callable] = {
     aten.native_layer_norm_backward.default: layer_norm_backward,
     aten.native_group_norm_backward.default: group_norm_backward,
     aten.native_batch_norm_backward.default: batch_norm_backward,
+    **dict.fromkeys(ELEMENTWISE, elementwise),
 }
 
 

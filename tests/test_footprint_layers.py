@@ -282,6 +282,15 @@ LAID = {
         *(aten.huber_loss_backward.default, torch.ones(())),
         *(words(), torch.randn(2, 8, 6), 1, 1.0),
     ),
+    "an ELU's gradient": (
+        *(aten.elu_backward.default, words(), 1.0, 1.0, 1.0, False, torch.randn(2, 8, 6)),
+    ),
+    "a hard swish's gradient": (aten.hardswish_backward.default, words(), torch.randn(2, 8, 6)),
+    "a clipped gradient": (aten.hardtanh_backward.default, words(), torch.randn(2, 8, 6), 0.0, 6.0),
+    "a hard sigmoid's gradient": (aten.hardsigmoid_backward.default, words(), torch.randn(2, 8, 6)),
+    "a softplus's gradient": (
+        *(aten.softplus_backward.default, words(), torch.randn(2, 8, 6), 1.0, 20.0),
+    ),
     "a gate's gradient": (aten.glu_backward.default, channels_last(4), channels_last(8), 1),
 }
 

@@ -35,6 +35,8 @@ CONTIGUOUS = {
     "aten::embedding": (1,),
     "aten::embedding_dense_backward": (0, 1),
     "aten::avg_pool3d": (0,),
+    "aten::_cdist_forward": (0, 1),
+    "aten::_cdist_backward": (1, 2),
 }
 # The same of a CPU's kernels of images, which also take channels that lie last.
 OF_IMAGES = {

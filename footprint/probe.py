@@ -22,6 +22,7 @@ MOST_PRODUCTS = 2**31  # multiplications of a product that is run
 MEASURED = ("aten::convolution", "aten::convolution_backward")
 MEASURED += ("aten::native_batch_norm", "aten::native_batch_norm_backward")
 MEASURED += ("aten::binary_cross_entropy_with_logits",)
+MEASURED += ("aten::scatter_reduce", "aten::scatter_reduce_", "aten::median", "aten::nanmedian")
 MEASURED += ("aten::kthvalue", "aten::argmax", "aten::argmin", "aten::count_nonzero")
 MEASURED += ("aten::_trilinear", "aten::dist", "aten::_safe_softmax")
 MEASURED += ("aten::floor_divide", "aten::ldexp")
@@ -40,7 +41,7 @@ SCATTERS = (
     "aten::scatter_add",
     "aten::scatter_add_",
     "aten::scatter",
-    "aten::scatter_reduce",
+    "aten::scatter_",
 )
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 

@@ -237,6 +237,7 @@ INSIDE = {
     "a grid of voxels": (
         *(aten.affine_grid_generator.default, torch.randn(2, 3, 4), [2, 3, 4, 5, 6], False),
     ),
+    "distances by another norm": (aten._cdist_forward.default, words(), words(), 1.0, None),
     "a product with a vector": (aten.mv.default, constant(50, 60), torch.randn(60)),
 }
 
@@ -306,7 +307,15 @@ def test_an_operator_returns_fake_tensors_that_lie_as_real_ones(name):
     assert tree_map_only(Tensor, lies, fake) == tree_map_only(Tensor, lies, real)
 
 
+zeros = torch.zeros(64, 8, dtype=torch.int64)
 PROBED = {
+    "means of a group": (
+        *(aten.scatter_reduce.two, torch.ones(4, 8), 0, zeros, torch.ones(64, 8), "mean"),
+    ),
+    "values of experts in bf16": (
+        *(aten.scatter_.value, torch.zeros(64, 8).bfloat16(), 1, zeros[:, :2], 1.0),
+    ),
+    "medians of columns": (aten.median.dim, torch.randn(9, 8), 0),
     "angles of complex numbers": (aten.angle.default, torch.randn(9, 9, dtype=torch.complex64)),
     "a transform of columns": (aten._fft_r2c.default, torch.randn(2, 8, 8), [1], 0, True),
     "planes as they were": (
@@ -316,7 +325,7 @@ PROBED = {
 
 
 @pytest.mark.parametrize("name", PROBED)
-def test_what_transforms_hold_inside_is_measured(name):
+def test_what_an_operator_holds_inside_is_measured(name):
     func, *args = PROBED[name]
     measured = ProbedWorkspaces("cpu")(func, args, func(*args))
     assert measured == inside_bytes(func, args)

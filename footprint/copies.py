@@ -2,7 +2,8 @@
 cannot see. Sizes are bytes.
 
 - Kernels that want dense rows copy what is not (aten/native: SoftMax.cpp, layer_norm.cpp,
-  Embedding.cpp and their CUDA files; LinearAlgebra.cpp and cuda/Blas.cpp for products).
+  Embedding.cpp and their CUDA files; LinearAlgebra.cpp and cuda/Blas.cpp for products), and so do
+  those of images on a CPU, such as PixelShuffle.cpp and AveragePool2d.cpp.
 - On a CPU, elementwise operators compute in one dtype: operands of another are copied to it, and so
   is a result (TensorIterator.cpp). On CUDA they convert as they read.
 - Sums in another dtype than their input's copy it (ReduceOpsUtils.h); CUDA reads half precision as
@@ -11,6 +12,7 @@ cannot see. Sizes are bytes.
 """
 
 import functools
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -35,6 +37,21 @@ CONTIGUOUS = {
     "aten::multilabel_margin_loss_backward": (1,),
     "aten::embedding": (1,),
     "aten::embedding_dense_backward": (0, 1),
+    "aten::avg_pool3d": (0,),
+    "aten::_cdist_forward": (0, 1),
+    "aten::_cdist_backward": (1, 2),
+}
+# The same of a CPU's kernels of images, which also take channels that lie last.
+OF_IMAGES = {
+    "aten::pixel_shuffle",
+    "aten::pixel_unshuffle",
+    "aten::channel_shuffle",
+    "aten::native_channel_shuffle",
+    "aten::avg_pool2d",
+    "aten::_adaptive_avg_pool2d",
+    "aten::adaptive_max_pool2d",
+    "aten::max_pool2d_with_indices",
+    "aten::max_pool3d_with_indices",
 }
 COPIED_FIRST = ("aten::native_layer_norm", "aten::native_layer_norm_backward")  # before any result
 PRODUCTS = {
@@ -96,6 +113,8 @@ def copied_bytes(target: str, func, args, outputs) -> int:
             return copied + turning
         # softmax's backward holds grad * output (cuda/SoftMax.cu)
         return copied + (given[0].nbytes if name == "aten::_softmax_backward_data" else 0)
+    if name in OF_IMAGES and target == "cpu":
+        return 0 if is_image(args[0]) else args[0].nbytes
     if name in PRODUCTS:
         given = [args[position] for position in PRODUCTS[name]]
         copied = sum(value.nbytes for value in given if not is_matrix(value))
@@ -110,6 +129,8 @@ def copied_bytes(target: str, func, args, outputs) -> int:
     if name == "aten::soft_margin_loss_backward":
         return 2 * each_bytes(args[1:])
     if name.removeprefix("aten::") in SUMS:
+        if target == "cpu" and name == "aten::sum" and args[0].dtype == outputs.dtype:
+            return half_sum_bytes(outputs, *args)
         return sum_bytes(target, name, args[0], outputs)
     if name in RESIZED:
         copied = 0 if args[0].is_contiguous() else args[0].nbytes
@@ -128,6 +149,12 @@ def turning_bytes(value: Tensor) -> int:
     if value.dim() != 2 or value.numel() < BLOCK * BLOCK or value.stride() != (1, len(value)):
         return 0
     return BLOCK * BLOCK * value.element_size()
+
+
+def is_image(value: Tensor) -> bool:
+    """Whether the numbers lie without gaps, by channels or with channels last."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim())
+    return value.is_contiguous() or (last is not None and value.is_contiguous(memory_format=last))
 
 
 def is_matrix(value: Tensor) -> bool:
@@ -196,6 +223,18 @@ def sum_bytes(target: str, name: str, given: Tensor, result: Tensor) -> int:
     if target == "cuda" and (given.dtype in HALF or wide == torch.bool):
         return 0
     return means + (given.numel() * wide.itemsize if given.dtype != wide else 0)
+
+
+def half_sum_bytes(result: Tensor, given: Tensor, dims=None, *_) -> int:
+    """Half precision is summed as fp32 on a CPU if the dimensions that are summed do not lie in
+    memory as one, such as rows and columns around channels (aten/native/ReduceOps.cpp).
+    """
+    if given.dtype not in HALF:
+        return 0
+    summed = [(given.stride(dim), given.shape[dim]) for dim in dims or range(given.dim())]
+    laid = sorted((step, size) for step, size in summed if size > 1)
+    are_one = all(a * size == b for (a, size), (b, _) in itertools.pairwise(laid))
+    return 0 if are_one else 4 * (given.numel() + result.numel())
 
 
 def converted_bytes(func, args, outputs) -> int:

@@ -26,6 +26,7 @@ NOT_MODELLED = {
     "batch_norm": "what cuDNN's batch norm reserves for the backward",
     "_grouped_mm": "workspaces of grouped products",
     "topk": "scratch memory of top-k",
+    "_fft_": "workspaces of cuFFT, and copies of what it transforms",
     "index_put": "scratch memory of index_put, which sorts indices",
     "masked_scatter_backward": "scratch memory of masked_scatter's backward, which selects",
     "_efficient_attention": "scratch memory of the memory-efficient attention's backward",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
@@ -100,23 +101,9 @@ def layer_norm_backward(
     return tuple(found)
 
 
-def batch_norm_backward(
-    func,
-    grad: Tensor,
-    x: Tensor,
-    *args,
-) -> tuple[Tensor, ...]:
-    """The first gradient is contiguous, or has its channels last as x has them; the imitation gives
-    it the strides of x (aten/native/Normalization.cpp).
-    """
-    of_input, *others = func(grad, x, *args)
-    layout = torch._prims_common.suggest_memory_format(x)
-    return torch.empty_like(of_input, memory_format=layout), *others
-
-
-def loss_backward(grad: Tensor, x: Tensor, *_) -> Tensor:
-    """The gradient of a loss of each element has the dtype of x and is contiguous; the imitation
-    computes it of all operands (aten/native/Loss.cpp).
+def contiguous_backward(grad: Tensor, x: Tensor, *_) -> Tensor:
+    """The gradient has the dtype of x and is contiguous; the imitation computes it of all operands,
+    and it lies as they do (aten/native/Loss.cpp, GatedLinearUnit.cpp).
     """
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -134,16 +121,24 @@ def activation_backward(grad: Tensor, *args) -> Tensor:
     return grad * x
 
 
+def group_norm_backward(grad: Tensor, x: Tensor, *args) -> tuple[Tensor | None, ...]:
+    """The gradient of x has the dtype of x; that of the imitation the dtype of the weights."""
+    found, *others = aten.native_group_norm_backward.default(grad, x, *args)
+    if found is not None:
+        found = torch.empty_like(x)
+    return found, *others
+
+
 def with_statistics(target: str, func, x: Tensor, *args) -> tuple[Tensor, Tensor, Tensor]:
     """A norm's result, means and deviations. Those of x in half precision are in fp32: on a GPU
-    always, on a CPU if the weights are. Their imitations have the dtype of x.
+    always, on a CPU if the weights are. Their imitations have the dtype of x. On a CPU a batch
+    norm's result is laid out by channels or with channels last; that of the imitation as x is.
 
     aten/native/cpu/mixed_data_type.h, aten/native/cuda/layer_norm_kernel.cu and Normalization.cu.
     """
     result, means, deviations = func(x, *args)
     if target == "cpu" and func is aten.native_batch_norm.default:
-        layout = torch._prims_common.suggest_memory_format(x)
-        result = torch.empty_like(x, memory_format=layout)  # aten/native/Normalization.cpp
+        result = torch.empty_like(result, memory_format=suggest_memory_format(x))
     weights = next((value for value in args if isinstance(value, Tensor)), None)
     wide = target == "cuda" or (weights is not None and weights.dtype == torch.float32)
     if x.dtype not in HALF or not wide:
@@ -152,24 +147,42 @@ def with_statistics(target: str, func, x: Tensor, *args) -> tuple[Tensor, Tensor
     return result, *found
 
 
+def batch_norm_backward(grad: Tensor, x: Tensor, *args) -> tuple[Tensor | None, ...]:
+    """The gradient of x is laid out by channels or with channels last; that of the imitation as
+    `grad` is (aten/native/Normalization.cpp).
+    """
+    found, *others = aten.native_batch_norm_backward.default(grad, x, *args)
+    if found is not None:
+        found = torch.empty_like(x, memory_format=suggest_memory_format(x))
+    return found, *others
+
+
 NORMS = (
     aten.native_layer_norm.default,
     aten.native_group_norm.default,
     aten.native_batch_norm.default,
 )
+ACTIVATIONS = (
+    aten.elu_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.logit_backward.default,
+    aten.softplus_backward.default,
+)
+CONTIGUOUS = (
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.glu_backward.default,
+)
 CORRECTED: dict[object, Callable] = {
     aten._grouped_mm.default: grouped_mm,
     aten.native_layer_norm_backward.default: layer_norm_backward,
     aten._log_softmax_backward_data.default: log_softmax_backward,
-    aten.mse_loss_backward.default: loss_backward,
-    aten.smooth_l1_loss_backward.default: loss_backward,
-    aten.huber_loss_backward.default: loss_backward,
-    aten.elu_backward.default: activation_backward,
-    aten.hardsigmoid_backward.default: activation_backward,
-    aten.hardswish_backward.default: activation_backward,
-    aten.hardtanh_backward.default: activation_backward,
-    aten.logit_backward.default: activation_backward,
-    aten.softplus_backward.default: activation_backward,
+    aten.native_group_norm_backward.default: group_norm_backward,
+    **dict.fromkeys(ACTIVATIONS, activation_backward),
+    **dict.fromkeys(CONTIGUOUS, contiguous_backward),
 }
 
 
@@ -177,8 +190,8 @@ def corrected(func, target: str) -> Callable:
     """What returns on fake tensors what the operator does on the target, "cpu" or "cuda"."""
     if func in NORMS:
         return functools.partial(with_statistics, target, func)
-    if target == "cpu" and func == aten.native_batch_norm_backward.default:
-        return functools.partial(batch_norm_backward, func)
+    if target == "cpu" and func is aten.native_batch_norm_backward.default:
+        return batch_norm_backward
     if func._schema.name in LEFT_OVER:
         return functools.partial(left_over, func)
     if func._schema.name in RESIZED:

@@ -22,6 +22,7 @@ MOST_PRODUCTS = 2**31  # multiplications of a product that is run
 MEASURED = ("aten::convolution", "aten::convolution_backward")
 MEASURED += ("aten::native_batch_norm", "aten::native_batch_norm_backward")
 MEASURED += ("aten::binary_cross_entropy_with_logits",)
+MEASURED += ("aten::scatter_reduce", "aten::scatter_reduce_", "aten::median", "aten::nanmedian")
 MEASURED += ("aten::kthvalue", "aten::argmax", "aten::argmin", "aten::count_nonzero")
 MEASURED += ("aten::_trilinear", "aten::dist", "aten::_safe_softmax")
 MEASURED += ("aten::floor_divide", "aten::ldexp")
@@ -29,6 +30,8 @@ MEASURED += ("aten::floor_divide", "aten::ldexp")
 OF_IMAGES = re.compile(
     "upsample_|(reflection|replication)_pad|_pool[123]d.*_backward|grid_sampler_"
 )
+# Of rows alone they hold nothing.
+TRANSFORMS = ("aten::_fft_r2c", "aten::_fft_c2r", "aten::_fft_c2c")
 LINEAR_ALGEBRA = re.compile(
     "linalg_(?!vector_norm|cross|check|solve_tri|lu_solve)|matrix_exp|cholesky|geqrf|householder"
 )
@@ -38,7 +41,7 @@ SCATTERS = (
     "aten::scatter_add",
     "aten::scatter_add_",
     "aten::scatter",
-    "aten::scatter_reduce",
+    "aten::scatter_",
 )
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
@@ -48,8 +51,11 @@ def is_probed(func, args) -> bool:
     name = func._schema.name
     if name == "aten::gelu_backward":
         return not all(value.is_contiguous() for value in args)
-    if name == "aten::abs":
+    if name in ("aten::abs", "aten::angle"):
         return args[0].is_complex()
+    if name in TRANSFORMS:
+        x, dims = args[:2]
+        return not x.is_contiguous() or list(dims) != [x.dim() - 1]
     if name in MEASURED or LINEAR_ALGEBRA.search(name) or OF_IMAGES.search(name):
         return True
     if name in SCATTERS:

@@ -52,11 +52,11 @@ ARE_NOT_FINITE = {torch.isnan, Tensor.isnan, torch.isinf, Tensor.isinf}
 FINITE = "numbers that the step tests are finite"
 # functions whose results have the same shape whatever Unknown they get
 COMPUTES = {"tensor", "as_tensor", "full_like", "fill_", "clamp", "clamp_"}
-LISTS = "_foreach_"  # begins the names of functions of lists, for all of which that holds
-for _name in ("add", "sub", "mul", "div", "truediv", "pow", "mod", "floordiv"):
+_ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "pow", "mod", "floordiv")
+_COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne", "where", "masked_fill")
+_UPDATES = ("lerp", "addcmul", "addcdiv", "clamp_min", "clamp_max")
+for _name in _ARITHMETIC + _COMPARISONS + _UPDATES:
     COMPUTES |= {_name, f"{_name}_", f"__{_name}__", f"__r{_name}__", f"__i{_name}__"}
-for _name in ("addcmul", "addcdiv", "lerp", "masked_fill"):
-    COMPUTES |= {_name, f"{_name}_"}
 # functions that take a tensor of one element for a number on which no shape depends
 FACTORS = {
     "add",
@@ -331,7 +331,7 @@ class Reading(TorchFunctionMode):
         leaves = tree_leaves((args, kwargs)) if self.gave_unknown else []
         if any(isinstance(leaf, Unknown) for leaf in leaves):
             name = getattr(func, "__name__", "")
-            computes = name in COMPUTES or name.startswith(LISTS)
+            computes = name in COMPUTES or name.startswith("_foreach_")
             plain = usual if computes else self._known
             self.known.given_unknown = self.known.given_unknown or computes
             args, kwargs = tree_map(plain, (args, kwargs))

@@ -262,6 +262,12 @@ def masked_scatter_backward_cpu(threads: int, grad: Tensor, mask: Tensor, sizes)
     return max(8 * grad.numel() - result, result)
 
 
+def affine_grid(threads: int, theta: Tensor, size, *_) -> int:
+    """The coordinates of every pixel, and a one (aten/native/AffineGridGenerator.cpp)."""
+    pixels = math.prod(size[2:])
+    return theta.element_size() * size[0] * pixels * (len(size) - 1)
+
+
 def roll(threads: int, x: Tensor, shifts, dims=()) -> int:
     """The turned tensor after each dimension but the last (aten/native/TensorTransformations.h)."""
     return x.nbytes * max(0, len(dims) - 1)
@@ -280,6 +286,8 @@ DECLARED: dict[str, dict[str, Declared]] = {
         "aten::_euclidean_dist": euclidean_distances,
         "aten::logsumexp": logsumexp,
         "aten::roll": roll,
+        "aten::affine_grid_generator": affine_grid,
+        "aten::affine_grid_generator_backward": affine_grid,
         "aten::embedding_bag": embedding_bag_cpu,
         "aten::_embedding_bag": embedding_bag_cpu,
         "aten::_embedding_bag_forward_only": embedding_bag_cpu,
@@ -296,6 +304,8 @@ DECLARED: dict[str, dict[str, Declared]] = {
         "aten::_euclidean_dist": euclidean_distances,
         "aten::logsumexp": logsumexp,
         "aten::roll": roll,
+        "aten::affine_grid_generator": affine_grid,
+        "aten::affine_grid_generator_backward": affine_grid,
         "aten::_flash_attention_backward": flash_backward_of_documents,
     },
 }

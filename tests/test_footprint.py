@@ -197,6 +197,22 @@ def test_a_number_scales_a_tensor_and_bounds_what_an_optimizer_of_pytorch_does(f
     check_peak(build, step)
 
 
+def test_numbers_of_an_optimizer_of_ones_own_are_factors():
+    def build():
+        return torch.nn.Linear(64, 64)
+
+    def step(model):
+        model(torch.randn(4, 64)).mean().backward()
+        weight, grad = model.weight.detach(), model.weight.grad
+        trust = grad.norm().item()
+        weight.lerp_(grad, trust).addcdiv_(grad, weight.abs() + 1, value=-trust)
+        weight.masked_fill_(grad.abs() > trust, trust)
+        torch._foreach_mul_([weight, grad], [trust, 1.0])
+        model.zero_grad()
+
+    check_peak(build, step)
+
+
 PUBLIC = [
     ("Llama", "plain"),
     ("BART", "checkpointing"),
@@ -337,6 +353,7 @@ def test_a_tensor_given_for_a_number_makes_the_shapes_of_the_real_step():
         lambda out: bool(torch.tensor([out.mean().item()]) > 0.5),
         lambda out: bool((torch.arange(3) * out.mean().item()).sum() > 0.5),
         lambda out: bool(torch.zeros(2).add_(1, alpha=out.mean().item()).sum() > 0.5),
+        lambda out: bool((torch.arange(3) > out.mean().item()).any()),
         lambda out: bool(torch.full((2,), out.mean().detach()).sum() > 0.5),
     ],
 )

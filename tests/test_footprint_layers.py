@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from footprint import measure, predict
 from footprint.operators import FakeTensors, corrected
 from footprint.probe import inside_bytes
-from footprint.workspace import KernelWorkspaces
+from footprint.workspace import KernelWorkspaces, ProbedWorkspaces
 
 TOLERANCE = 12  # bytes
 
@@ -249,7 +249,21 @@ def constant(*shape: int) -> Tensor:
     return torch.ones(()).expand(shape)
 
 
+def words() -> Tensor:
+    """Their features first, as convolutions have them, in the memory of a linear layer."""
+    return torch.randn(2, 6, 8).transpose(1, 2)
+
+
+def channels_last(channels: int) -> Tensor:
+    return torch.randn(2, 5, 5, channels).permute(0, 3, 1, 2)
+
+
+def some_channels() -> Tensor:
+    return torch.randn(2, 16, 8, 8)[:, :8]
+
+
 aten = torch.ops.aten
+NO_STATISTICS = (None, None, None, None, True, 0.1, 1e-5)
 distances = aten._euclidean_dist.default
 turned = torch.randn(70, 80).t()
 classes = torch.zeros(80, dtype=torch.int64)
@@ -283,6 +297,27 @@ INSIDE = {
         torch.randn(2, 4, 20, 20),
         *([n, n] for n in (3, 1, 0, 1)),
     ),
+    "shuffled pixels of some channels": (aten.pixel_shuffle.default, some_channels(), 2),
+    "pixels shuffled back": (aten.pixel_unshuffle.default, some_channels(), 2),
+    "shuffled channels": (aten.channel_shuffle.default, some_channels(), 2),
+    "means of pixels": (aten.avg_pool2d.default, some_channels(), [2, 2]),
+    "means of voxels": (aten.avg_pool3d.default, some_channels()[None], [2, 2, 2]),
+    "means of a given number": (aten._adaptive_avg_pool2d.default, some_channels(), [2, 3]),
+    "a given number of largest": (aten.adaptive_max_pool2d.default, some_channels(), [2, 3]),
+    "largest pixels": (aten.max_pool2d_with_indices.default, some_channels(), [2, 2]),
+    "largest voxels": (aten.max_pool3d_with_indices.default, some_channels()[None], [2, 2, 2]),
+    "a sum around channels": (aten.sum.dim_IntList, some_channels().bfloat16(), [0, 2, 3]),
+    "a sum of some channels": (aten.sum.default, torch.randn(2, 8, 8).bfloat16()[:, :4]),
+    "a grid of pixels": (
+        aten.affine_grid_generator.default,
+        torch.randn(2, 2, 3),
+        [2, 3, 8, 9],
+        True,
+    ),
+    "a grid of voxels": (
+        *(aten.affine_grid_generator.default, torch.randn(2, 3, 4), [2, 3, 4, 5, 6], False),
+    ),
+    "distances by another norm": (aten._cdist_forward.default, words(), words(), 1.0, None),
     "a product with a vector": (aten.mv.default, constant(50, 60), torch.randn(60)),
 }
 
@@ -297,28 +332,87 @@ def test_an_operator_holds_inside_what_the_allocator_records(name):
 
 TURNED = torch.randn(8, 16, 12).transpose(1, 2)
 DENSE = torch.randn(8, 12, 16)
-MADE = {
-    "a loss of two dtypes": (aten.mse_loss_backward, DENSE, TURNED.bfloat16(), DENSE, 0),
-    "a smooth loss": (aten.smooth_l1_loss_backward, DENSE, TURNED, TURNED, 0, 1.0),
-    "a huber loss": (aten.huber_loss_backward, DENSE, TURNED, DENSE, 0, 1.0),
-    "log_softmax": (aten._log_softmax_backward_data, TURNED, DENSE, -1, torch.float32),
-    "elu": (aten.elu_backward, DENSE, 1.0, 1.0, 1.0, False, TURNED),
-    "hardsigmoid": (aten.hardsigmoid_backward, DENSE, TURNED),
-    "hardswish": (aten.hardswish_backward, DENSE, TURNED),
-    "relu6": (aten.hardtanh_backward, DENSE, TURNED, 0.0, 6.0),
-    "softplus": (aten.softplus_backward, DENSE, TURNED, 1.0, 20.0),
-    "logit": (aten.logit_backward, DENSE, TURNED),
+LAID = {
+    "a group norm's gradients of bf16": (
+        aten.native_group_norm_backward.default,
+        torch.randn(2, 8, 4, 4).bfloat16(),
+        torch.randn(2, 8, 4, 4).bfloat16(),
+        *torch.randn(2, 2, 2),
+        torch.randn(8),
+        *(2, 8, 16, 2, [True, True, False]),
+    ),
+    "a batch norm of words": (aten.native_batch_norm.default, words(), *NO_STATISTICS),
+    "a batch norm with channels last": (
+        *(aten.native_batch_norm.default, channels_last(8), *NO_STATISTICS),
+    ),
+    "a batch norm's gradient": (
+        aten.native_batch_norm_backward.default,
+        words(),
+        torch.randn(2, 8, 6),
+        *(None, None, None),
+        *torch.randn(2, 8),
+        *(True, 1e-5, [True, False, False]),
+    ),
+    "a loss of two dtypes": (aten.mse_loss_backward.default, DENSE, TURNED.bfloat16(), DENSE, 0),
+    "a smooth loss": (aten.smooth_l1_loss_backward.default, DENSE, TURNED, TURNED, 0, 1.0),
+    "a huber loss": (aten.huber_loss_backward.default, DENSE, TURNED, DENSE, 0, 1.0),
+    "log_softmax": (aten._log_softmax_backward_data.default, TURNED, DENSE, -1, torch.float32),
+    "elu": (aten.elu_backward.default, DENSE, 1.0, 1.0, 1.0, False, TURNED),
+    "hardsigmoid": (aten.hardsigmoid_backward.default, DENSE, TURNED),
+    "hardswish": (aten.hardswish_backward.default, DENSE, TURNED),
+    "relu6": (aten.hardtanh_backward.default, DENSE, TURNED, 0.0, 6.0),
+    "softplus": (aten.softplus_backward.default, DENSE, TURNED, 1.0, 20.0),
+    "logit": (aten.logit_backward.default, DENSE, TURNED),
+    "a gate's gradient": (aten.glu_backward.default, channels_last(4), channels_last(8), 1),
 }
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_gradients_lie_in_memory_as_those_of_the_kernels(name):
-    func, *args = MADE[name]
-    func = func.default
+@pytest.mark.parametrize("name", LAID)
+def test_an_operator_returns_fake_tensors_that_lie_as_real_ones(name):
+    func, *args = LAID[name]
     real = func(*args)
-    with FakeTensors() as mode:
-        fake = corrected(func, "cpu")(*tree_map_only(Tensor, mode.from_tensor, args))
-    assert (fake.dtype, fake.stride()) == (real.dtype, real.stride())
+    mode = FakeTensors()
+    fakes = tree_map_only(Tensor, mode.from_tensor, args)
+    with mode:
+        fake = corrected(func, "cpu")(*fakes)
+    assert tree_map_only(Tensor, lies, fake) == tree_map_only(Tensor, lies, real)
+
+
+zeros = torch.zeros(64, 8, dtype=torch.int64)
+PROBED = {
+    "means of a group": (
+        *(aten.scatter_reduce.two, torch.ones(4, 8), 0, zeros, torch.ones(64, 8), "mean"),
+    ),
+    "values of experts in bf16": (
+        *(aten.scatter_.value, torch.zeros(64, 8).bfloat16(), 1, zeros[:, :2], 1.0),
+    ),
+    "medians of columns": (aten.median.dim, torch.randn(9, 8), 0),
+    "angles of complex numbers": (aten.angle.default, torch.randn(9, 9, dtype=torch.complex64)),
+    "a transform of columns": (aten._fft_r2c.default, torch.randn(2, 8, 8), [1], 0, True),
+    "planes as they were": (
+        *(aten._fft_c2r.default, torch.randn(2, 8, 5, dtype=torch.complex64), [1, 2], 2, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROBED)
+def test_what_an_operator_holds_inside_is_measured(name):
+    func, *args = PROBED[name]
+    measured = ProbedWorkspaces("cpu")(func, args, func(*args))
+    assert measured == inside_bytes(func, args)
+    assert measured > 0
+
+
+def test_a_transform_on_a_gpu_is_named():
+    def step(x: Tensor) -> None:
+        torch.fft.rfft(x)
+
+    (words,) = predict(rows, step, "cuda").not_modelled
+    assert "cuFFT" in words
+
+
+def lies(value: Tensor) -> tuple:
+    return value.shape, value.stride(), value.dtype
 
 
 def test_what_is_loaded_inside_build_ends_with_it(tmp_path):

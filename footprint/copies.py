@@ -90,8 +90,12 @@ LOSSES = {
 NEGATIVE_LOGS = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
 UNREDUCED, MEAN = 0, 1  # reductions of a loss, as its operator has them
 # losses of operands of two dtypes, and their gradients, which are computed in the wider one
-OF_TWO_DTYPES = ("aten::mse_loss", "aten::smooth_l1_loss")
-OF_TWO_DTYPES += ("aten::mse_loss_backward", "aten::smooth_l1_loss_backward")
+OF_TWO_DTYPES = {
+    "aten::mse_loss",
+    "aten::mse_loss_backward",
+    "aten::smooth_l1_loss",
+    "aten::smooth_l1_loss_backward",
+}
 # Their result is what is left of all elements' losses, and keeps that memory.
 LEFT_OVER = LOSSES.keys() - {"aten::huber_loss"}
 
@@ -102,17 +106,7 @@ def copied_bytes(target: str, func, args, outputs) -> int:
     if name in NEGATIVE_LOGS and args[3] == UNREDUCED:
         return 0
     if name in CONTIGUOUS:
-        given = [args[position] for position in CONTIGUOUS[name] if args[position] is not None]
-        turned = [value for value in given if not value.is_contiguous()]
-        copied = sum(value.nbytes for value in turned)
-        if target == "cpu":
-            turning = max(map(turning_bytes, turned), default=0)
-            if name in COPIED_FIRST:
-                made = [x.nbytes for x in tree_leaves(outputs) if isinstance(x, Tensor)]
-                turning = max(0, turning - sum(made))
-            return copied + turning
-        # softmax's backward holds grad * output (cuda/SoftMax.cu)
-        return copied + (given[0].nbytes if name == "aten::_softmax_backward_data" else 0)
+        return contiguous_bytes(target, name, args, outputs)
     if name in OF_IMAGES and target == "cpu":
         return 0 if is_image(args[0]) else args[0].nbytes
     if name in PRODUCTS:
@@ -142,6 +136,23 @@ def copied_bytes(target: str, func, args, outputs) -> int:
     if target == "cpu" and torch.Tag.pointwise in func.tags:
         return converted_bytes(func, args, outputs)
     return 0
+
+
+def contiguous_bytes(target: str, name: str, args, outputs) -> int:
+    """Copies of the arguments that are not contiguous."""
+    given = [args[position] for position in CONTIGUOUS[name]]
+    turned = [value for value in given if value is not None and not value.is_contiguous()]
+    copied = sum(value.nbytes for value in turned)
+
+    if target == "cuda":
+        # softmax's backward holds grad * output (cuda/SoftMax.cu)
+        return copied + (given[0].nbytes if name == "aten::_softmax_backward_data" else 0)
+
+    turning = max(map(turning_bytes, turned), default=0)
+    if name in COPIED_FIRST:
+        made = [value.nbytes for value in tree_leaves(outputs) if isinstance(value, Tensor)]
+        turning = max(0, turning - sum(made))
+    return copied + turning
 
 
 def turning_bytes(value: Tensor) -> int:
@@ -231,9 +242,9 @@ def half_sum_bytes(result: Tensor, given: Tensor, dims=None, *_) -> int:
     """
     if given.dtype not in HALF:
         return 0
-    summed = [(given.stride(dim), given.shape[dim]) for dim in dims or range(given.dim())]
-    laid = sorted((step, size) for step, size in summed if size > 1)
-    are_one = all(a * size == b for (a, size), (b, _) in itertools.pairwise(laid))
+    dims = dims or range(given.dim())
+    steps = sorted((given.stride(dim), given.shape[dim]) for dim in dims if given.shape[dim] > 1)
+    are_one = all(step * size == after for (step, size), (after, _) in itertools.pairwise(steps))
     return 0 if are_one else 4 * (given.numel() + result.numel())
 
 

@@ -19,13 +19,26 @@ from footprint.measure import recorded_peak
 
 LARGEST = 2**28  # bytes of the inputs of a convolution that is run
 MOST_PRODUCTS = 2**31  # multiplications of a product that is run
-MEASURED = ("aten::convolution", "aten::convolution_backward")
-MEASURED += ("aten::native_batch_norm", "aten::native_batch_norm_backward")
-MEASURED += ("aten::binary_cross_entropy_with_logits",)
-MEASURED += ("aten::scatter_reduce", "aten::scatter_reduce_", "aten::median", "aten::nanmedian")
-MEASURED += ("aten::kthvalue", "aten::argmax", "aten::argmin", "aten::count_nonzero")
-MEASURED += ("aten::_trilinear", "aten::dist", "aten::_safe_softmax")
-MEASURED += ("aten::floor_divide", "aten::ldexp")
+MEASURED = {
+    "aten::convolution",
+    "aten::convolution_backward",
+    "aten::native_batch_norm",
+    "aten::native_batch_norm_backward",
+    "aten::binary_cross_entropy_with_logits",
+    "aten::scatter_reduce",
+    "aten::scatter_reduce_",
+    "aten::median",
+    "aten::nanmedian",
+    "aten::kthvalue",
+    "aten::argmax",
+    "aten::argmin",
+    "aten::count_nonzero",
+    "aten::_trilinear",
+    "aten::dist",
+    "aten::_safe_softmax",
+    "aten::floor_divide",
+    "aten::ldexp",
+}
 # Kernels of images that copy a gradient which is not dense, or turn channels to the end.
 OF_IMAGES = re.compile(
     "upsample_|(reflection|replication)_pad|_pool[123]d.*_backward|grid_sampler_"

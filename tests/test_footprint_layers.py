@@ -286,7 +286,7 @@ INSIDE = {
         *(wholes, wholes, moments, moments, torch.ones(60)),
         *(50, 60, 1, 6, [True, True, True]),
     ),
-    "the gradient of bags beside others": (
+    "the gradient of bags next to others": (
         aten._embedding_bag_backward.default,
         *(torch.randn(50, 60)[:, :30], *(torch.arange(50),) * 3, *(torch.ones(50).long(),) * 2),
         *(50, False, 0, False, None),

@@ -42,7 +42,7 @@ CONTIGUOUS = {
     "aten::_cdist_backward": (1, 2),
 }
 # The same of a CPU's kernels of images, which also take channels that lie last.
-OF_IMAGES = {
+DENSE_IMAGES = {
     "aten::pixel_shuffle",
     "aten::pixel_unshuffle",
     "aten::channel_shuffle",
@@ -107,7 +107,7 @@ def copied_bytes(target: str, func, args, outputs) -> int:
         return 0
     if name in CONTIGUOUS:
         return contiguous_bytes(target, name, args, outputs)
-    if name in OF_IMAGES and target == "cpu":
+    if name in DENSE_IMAGES and target == "cpu":
         return 0 if is_image(args[0]) else args[0].nbytes
     if name in PRODUCTS:
         given = [args[position] for position in PRODUCTS[name]]

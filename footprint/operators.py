@@ -121,14 +121,6 @@ def activation_backward(grad: Tensor, *args) -> Tensor:
     return grad * x
 
 
-def group_norm_backward(grad: Tensor, x: Tensor, *args) -> tuple[Tensor | None, ...]:
-    """The gradient of x has the dtype of x; that of the imitation the dtype of the weights."""
-    found, *others = aten.native_group_norm_backward.default(grad, x, *args)
-    if found is not None:
-        found = torch.empty_like(x)
-    return found, *others
-
-
 def with_statistics(target: str, func, x: Tensor, *args) -> tuple[Tensor, Tensor, Tensor]:
     """A norm's result, means and deviations. Those of x in half precision are in fp32: on a GPU
     always, on a CPU if the weights are. Their imitations have the dtype of x. On a CPU a batch
@@ -147,11 +139,13 @@ def with_statistics(target: str, func, x: Tensor, *args) -> tuple[Tensor, Tensor
     return result, *found
 
 
-def batch_norm_backward(grad: Tensor, x: Tensor, *args) -> tuple[Tensor | None, ...]:
-    """The gradient of x is laid out by channels or with channels last; that of the imitation as
-    `grad` is (aten/native/Normalization.cpp).
+def norm_backward(func, grad: Tensor, x: Tensor, *args) -> tuple[Tensor | None, ...]:
+    """The gradient of x has the dtype of x, and is laid out by channels or with channels last; the
+    imitations give it the dtype of the weights, or the layout of `grad`.
+
+    aten/native/group_norm.cpp and Normalization.cpp.
     """
-    found, *others = aten.native_batch_norm_backward.default(grad, x, *args)
+    found, *others = func(grad, x, *args)
     if found is not None:
         found = torch.empty_like(x, memory_format=suggest_memory_format(x))
     return found, *others
@@ -170,7 +164,7 @@ ACTIVATIONS = (
     aten.logit_backward.default,
     aten.softplus_backward.default,
 )
-CONTIGUOUS = (
+CONTIGUOUS_GRADIENTS = (
     aten.mse_loss_backward.default,
     aten.smooth_l1_loss_backward.default,
     aten.huber_loss_backward.default,
@@ -180,9 +174,11 @@ CORRECTED: dict[object, Callable] = {
     aten._grouped_mm.default: grouped_mm,
     aten.native_layer_norm_backward.default: layer_norm_backward,
     aten._log_softmax_backward_data.default: log_softmax_backward,
-    aten.native_group_norm_backward.default: group_norm_backward,
+    aten.native_group_norm_backward.default: functools.partial(
+        norm_backward, aten.native_group_norm_backward.default
+    ),
     **dict.fromkeys(ACTIVATIONS, activation_backward),
-    **dict.fromkeys(CONTIGUOUS, contiguous_backward),
+    **dict.fromkeys(CONTIGUOUS_GRADIENTS, contiguous_backward),
 }
 
 
@@ -191,7 +187,7 @@ def corrected(func, target: str) -> Callable:
     if func in NORMS:
         return functools.partial(with_statistics, target, func)
     if target == "cpu" and func is aten.native_batch_norm_backward.default:
-        return batch_norm_backward
+        return functools.partial(norm_backward, func)
     if func._schema.name in LEFT_OVER:
         return functools.partial(left_over, func)
     if func._schema.name in RESIZED:

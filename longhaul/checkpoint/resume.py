@@ -18,7 +18,7 @@ from longhaul.checkpoint.earlier import check_dropped, present_settings
 from longhaul.checkpoint.format import MANIFEST, Checkpoint, CheckpointError
 from longhaul.checkpoint.load import described
 from longhaul.config import TrainConfig
-from longhaul.kinds import FAMILY_FIELDS, IndexedKind, attention_kind, recorded, settings_names
+from longhaul.kinds import FAMILY_FIELDS, KINDS, attention_kind, recorded, settings_names
 from model import ModelConfig
 
 # fields of ModelConfig that a resume may change
@@ -95,8 +95,9 @@ def check_same_run(recorded: dict, current: dict, where: str, folders: tuple[str
 
     `folders`: --data as recorded and now, which say more than the hashes of their contents.
     """
-    older = IndexedKind.unrecorded.items()
-    recorded = {f"{IndexedKind.settings}.{name}": value for name, value in older} | recorded
+    kind = KINDS[current["attention_type"]]
+    older = {f"{kind.settings}.{name}": value for name, value in kind.unrecorded.items()}
+    recorded = older | recorded
     different = [
         _difference(name, recorded.get(name), value, folders)
         for name, value in current.items()

@@ -15,7 +15,7 @@ import sys
 
 LOWEST_PYTHON = (3, 11)
 NEEDED = ("torch", "numpy", "sentencepiece", "safetensors", "tqdm")
-# torch 2.11 to 2.13 read both names, the older one first
+# torch reads both names, the older one first
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # each says how OpenMP's threads wait: of the standard, of GNU's library, of Intel's
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")

@@ -331,19 +331,14 @@ TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 DEFAULT_PATIENCE = 30.0  # seconds, of torchrun, Kubernetes and Slurm
 
 
-def launcher_patience(
-    environment: Mapping[str, str], torch_version: str = torch.__version__
-) -> float:
+def launcher_patience(environment: Mapping[str, str]) -> float:
     """Seconds from a signal until the launcher kills this process.
 
-    Before torch 2.12, torchrun always waits 30 seconds. Its flag --shutdown_timeout does not reach
-    its ranks, the variable does. ValueError if that is no number.
+    torchrun's flag --shutdown_timeout does not reach its ranks, the variable does. ValueError if
+    that is no number.
     """
     told = told_patience(environment)
-    numbers = [int(part) for part in torch_version.split(".")[:2]]
-    if told is None or ("TORCHELASTIC_RUN_ID" in environment and numbers < [2, 12]):
-        return DEFAULT_PATIENCE
-    return told
+    return DEFAULT_PATIENCE if told is None else told
 
 
 def told_patience(environment: Mapping[str, str]) -> float | None:

@@ -14,7 +14,6 @@ model: `decoder(config)` in place of `Decoder(config)`.
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 
 import torch
@@ -145,10 +144,6 @@ def packed_flash_attention(
     """Full causal attention inside each of the documents, in one call."""
     from torch.nn.attention.varlen import varlen_attn
 
-    options = {}
-    # From torch 2.12 on, grouped heads must be announced; 2.11 takes them as they are.
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = True
     return varlen_attn(
         q_NHK,
         k_NGK,
@@ -158,7 +153,7 @@ def packed_flash_attention(
         max_q=max(documents.lengths),
         max_k=max(documents.lengths),
         window_size=(-1, 0),  # causal
-        **options,
+        enable_gqa=True,
     )
 
 

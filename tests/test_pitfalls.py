@@ -60,7 +60,7 @@ def test_gradients_are_summed_over_ranks_in_fp32():
 
 
 def tied_and_flat(world: dist.World) -> tuple[bool, bool, list[int]]:
-    """torch 2.11 unties a weight in two groups; two dimensions of a mesh mean replicas, where all
+    """FSDP2 takes no tied weight in two groups; two dimensions of a mesh mean replicas, where all
     ranks shall shard.
     """
     state = built(world, context_parallel_size=2)

@@ -101,7 +101,7 @@ def shard(model: Decoder, mesh: "DeviceMesh", compute_dtype: torch.dtype) -> Non
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     # Embedding, final norm and head stay together in the root group: a tied weight in two groups is
-    # an error on torch 2.13 and is silently untied on 2.11.
+    # an error.
     fully_shard(model, mesh=mesh, mp_policy=policy)
     # a prompt's hidden states need no logits, and soft tokens pass through the parts one by one
     for method in ("hidden", "apply_embedding", "apply_head"):

@@ -5,6 +5,7 @@ checkpoint_layers takes the model and changes no result: what is not kept is com
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -33,6 +34,11 @@ ATTENTION_OPS = {
     "longhaul::block_sparse_forward",
 }
 
+# From torch 2.14 on, checkpoint must be told whether hooks see what selective checkpointing keeps.
+UNSEEN_BY_HOOKS = {}
+if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
+    UNSEEN_BY_HOOKS = {"respect_saved_tensors_hooks": False}
+
 
 # ---- checkpointing
 
@@ -43,7 +49,7 @@ def checkpoint_layers(model: Decoder, selective: bool = False, offload: bool = F
     selective: attention's outputs are kept too, so that its forward runs only once.
     offload: the inputs wait in host memory.
     """
-    options = {}
+    options = dict(UNSEEN_BY_HOOKS)
     if selective:
         options["context_fn"] = functools.partial(
             create_selective_checkpoint_contexts, _keep_attention

@@ -50,7 +50,7 @@ def slow_stop(
     return (
         f"warning: a micro-batch takes {seconds:.0f} s, and torchrun kills a run {allowed:g} s "
         f"after asking it to stop, with a save{saving} in between, so a stop loses {lost}: put "
-        f"{dist.TIMEOUT}={enough} in front of the command, which torchrun obeys from torch 2.12 on"
+        f"{dist.TIMEOUT}={enough} in front of the command"
     )
 
 

@@ -142,19 +142,22 @@ def packed_flash_attention(
     documents: Documents,
 ) -> Tensor:
     """Full causal attention inside each of the documents, in one call."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(
-        q_NHK,
-        k_NGK,
-        v_NGK,
-        cu_seq_q=documents.bounds,
-        cu_seq_k=documents.bounds,
-        max_q=max(documents.lengths),
-        max_k=max(documents.lengths),
-        window_size=(-1, 0),  # causal
-        enable_gqa=True,
-    )
+    # torch 2.15 would take cuDNN on a Hopper, which builds a plan for each set of lengths
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return varlen_attn(
+            q_NHK,
+            k_NGK,
+            v_NGK,
+            cu_seq_q=documents.bounds,
+            cu_seq_k=documents.bounds,
+            max_q=max(documents.lengths),
+            max_k=max(documents.lengths),
+            window_size=(-1, 0),  # causal
+            enable_gqa=True,
+        )
 
 
 def vary_lengths(q: Tensor):

@@ -21,6 +21,7 @@ from base.flags import PRECISIONS, RaisingParser, spellings
 from footprint import page
 from footprint.device import Demand, Placement
 from footprint.snapshot import write_snapshot
+from footprint.tables import heading
 from footprint.trace import Trace
 from longhaul import cli, dist
 from longhaul.analysis.config import Measures
@@ -350,13 +351,14 @@ def plan_analysis(cfg: ProfileAnalysis) -> int:
     asked = cfg.analysed()
     plan = analysis.planned(asked)
     print(
-        f"predicted for {plan.target}: {cfg.model_size}, {asked.words()}; tensors at the peak of "
-        "each part"
+        f"{heading(plan.target, 1)}: {cfg.model_size}, {asked.words()}; tensors at the peak "
+        "of each part"
     )
     print(plan.table())
     print(f"  {'device':<20}{plan.gib:>9.2f} GiB, with the process or the CUDA context")
     if cfg.json:
-        door.write_json(cfg.json, {"peaks": plan.peaks, "device_gib": plan.gib})
+        found = {"torch": torch.__version__, "peaks": plan.peaks, "device_gib": plan.gib}
+        door.write_json(cfg.json, found)
     if not cfg.has_card or plan.gib <= cfg.card().gib:
         return 0
     say(f"{cfg.card().name} ({cfg.card().gib:g} GiB) is too small: --advise finds what fits")

@@ -5,6 +5,8 @@ GiB = 2^30 bytes.
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+
 from footprint.allocator import GIB, STEP, Replay, of_step, replays_of
 from footprint.cuda import not_modelled as left_out
 from footprint.device import Card, Demand, multiplying_threads, with_cublas
@@ -12,7 +14,7 @@ from footprint.page import page, write
 from footprint.picture import picture
 from footprint.places import StepTracker
 from footprint.snapshot import write_snapshot
-from footprint.tables import device_rows, stage_rows, tensor_rows, waterfalls
+from footprint.tables import device_rows, heading, stage_rows, tensor_rows, waterfalls
 from footprint.timeline import Sizes, alike, stages_at_peak
 from footprint.trace import Trace
 
@@ -102,7 +104,7 @@ class Report:
 
     def __str__(self) -> str:
         device = f"a GPU (CUDA, {self.card})" if self.demand else "a CPU"
-        rows = [f"predicted for {device}, one of {self.world_size} rank(s); live GiB"]
+        rows = [f"{heading(device, self.world_size)}; live GiB"]
         rows += stage_rows(self.stages, self.peak_stage)
         rows += ["", *tensor_rows(self.largest[:SHOWN]), ""]
         if self.demand:
@@ -130,6 +132,7 @@ class Report:
             "host_peak_bytes": self.host_peak,
             "target": self.target,
             "ranks": self.world_size,
+            "torch": torch.__version__,
             "not_modelled": self.not_modelled,
             "assumed": self.assumed,
         }

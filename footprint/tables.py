@@ -1,8 +1,15 @@
 """A step's memory as rows of text for the screen. Sizes are bytes; GiB = 2^30 bytes."""
 
+import torch
+
 from footprint.allocator import GIB
 from footprint.device import TOTALS, Demand, waterfall
 from footprint.timeline import Sizes, used_categories
+
+
+def heading(device: str, ranks: int) -> str:
+    """What a prediction is for. Another torch may take other kernels, and so other bytes."""
+    return f"predicted for {device} with torch {torch.__version__}, one of {ranks} rank(s)"
 
 
 def waterfalls(demand: Demand) -> dict[str, dict[str, int]]:

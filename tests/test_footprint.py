@@ -708,6 +708,7 @@ def test_a_report_is_text_json_and_a_page(tmp_path):
     found = json.loads(json.dumps(report.json()))
     assert found["peak_live_bytes"] == report.peak == max(found["stages"].values())
     assert found["peak_reserved_bytes"] == report.reserved
+    assert found["torch"] == torch.__version__ and torch.__version__ in str(report).splitlines()[0]
 
     report.html(str(tmp_path / "page.html"))
     page = (tmp_path / "page.html").read_text()

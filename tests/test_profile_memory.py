@@ -6,6 +6,7 @@ import shlex
 from typing import NamedTuple
 
 import pytest
+import torch
 
 import profile_memory
 from footprint.device import EXPANDABLE_SEGMENTS
@@ -37,13 +38,14 @@ def test_the_table_names_its_units_and_the_json_holds_everything(tmp_path, capsy
     assert profile_memory.main([*SMALL, "--json", str(tmp_path / "out.json")]) == 0
     text = capsys.readouterr().out
     assert "live GiB" in text
-    assert text.startswith("predicted for a GPU (CUDA), one of 1 rank(s): tiny")
+    assert text.startswith(f"predicted for a GPU (CUDA) with torch {torch.__version__}, one of 1 ")
     assert "a step" in text and "for 1,000 steps (roofline" in text
     assert "<- peak" in text
     assert "24 GB, 40 GB, 48 GB, 80 GB, 96 GB, 141 GB, 192 GB fits" in text
     assert "= device" in text
 
     found = json.loads((tmp_path / "out.json").read_text())
+    assert found["torch"] == torch.__version__
     peak = found["peak_live_bytes"]
     assert found["waterfall"]["classic"]["reserved"] == found["peak_reserved_bytes"] > peak
     assert peak == profile(TrainConfig(model_size="tiny", context_length=512)).peak

@@ -13,6 +13,8 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+
 from base.flags import PRECISIONS
 from footprint.device import HALF_SINCE, Card
 from longhaul.memory import analysis, solve
@@ -112,7 +114,7 @@ def advise(task: str, asked: Request, card: Card, host_gib: float, say: Say) -> 
     say(f"on {cards}{card.name} ({card.gib:g} GiB, capability {card.cc / 10})")
     for name, size in breakdown.items():
         say(f"  {name:<34}{size / GIB:>9.2f} GiB")
-    say("changes, each added to those above it; GiB, predicted:")
+    say(f"changes, each added to those above it; GiB, predicted for torch {torch.__version__}:")
 
     judge = functools.partial(judged, card, host_gib)
     search = Search(judge, int(card.gib * GIB), say, with_costs=is_run)
@@ -134,6 +136,7 @@ def advise(task: str, asked: Request, card: Card, host_gib: float, say: Say) -> 
         say(f"run: {command}")
     found = {
         "task": task,
+        "torch": torch.__version__,
         "gpu": dataclasses.asdict(card),
         "code": verdict.exit_code,
         "breakdown": breakdown,

@@ -224,7 +224,7 @@ def _answer(cfg: StepConfig, typed: Mapping[str, Any], say: Say) -> int:
         return _predict(cfg, on, predicted, say).exit_code
     room = int(on.gib * GIB)
     search = Search(functools.partial(_judged, predicted, room), room, say)
-    say(f"on {on.name} ({on.gib:g} GiB); all figures predicted, GiB")
+    say(f"on {on.name} ({on.gib:g} GiB); all figures predicted for torch {torch.__version__}, GiB")
     say(search.head())
     best, words = _advised(cfg, on, search) if cfg.advise else _solved(cfg, search)
     smallest = min(search.tried, key=lambda one: one.device)

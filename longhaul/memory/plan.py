@@ -221,7 +221,8 @@ class Plan:
         """The plan for the screen; every figure is computed."""
         model = self.cfg.init_from or self.cfg.model_size
         rows = [
-            f"plan (computed): {model} ({self.config.num_params():,} parameters), "
+            f"plan (computed, torch {torch.__version__}): "
+            f"{model} ({self.config.num_params():,} parameters), "
             f"context {self.cfg.context_length:,}, {self.cfg.attention_type} attention, "
             f"{self.cfg.dtype}, {self.world.size} rank(s) on {self.device.type}"
         ]

@@ -6,9 +6,11 @@ hold it. GiB = 2^30 bytes.
 
 import dataclasses
 
+import torch
+
 from footprint.allocator import of_step
 from footprint.device import Demand
-from footprint.tables import device_rows, stage_rows, tensor_rows, waterfalls
+from footprint.tables import device_rows, heading, stage_rows, tensor_rows, waterfalls
 from footprint.timeline import alike
 from longhaul.config import TrainConfig
 from longhaul.memory.deep import Profile
@@ -49,7 +51,7 @@ def _title(cfg: TrainConfig, ranks: int, demand: Demand | None) -> str:
     loss = "over tiles" if isinstance(cfg, PolicyConfig) else cfg.loss_path(config, ranks)
     device = "a CPU" if demand is None else "a GPU (CUDA)"
     return (
-        f"predicted for {device}, one of {ranks} rank(s): {cfg.model_size} "
+        f"{heading(device, ranks)}: {cfg.model_size} "
         f"({config.num_params():,} parameters, {config.num_layers} layers), "
         f"{cfg.batch_size} x {cfg.row_tokens:,} tokens, "
         f"{cfg.attention_type} attention, {cfg.dtype}, "
@@ -73,6 +75,7 @@ def machine_readable(profile: Profile, cfg: TrainConfig, ranks: int, demand: Dem
         "stages": stages,
         "top_tensors": top_tensors(profile, 40),
         "ranks": ranks,
+        "torch": torch.__version__,
         "config": dataclasses.asdict(cfg),
     }
     if demand is None:

@@ -12,6 +12,8 @@ context and the libraries' workspaces. Sizes are bytes of one rank.
 import dataclasses
 import functools
 
+import torch
+
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
 from longhaul.memory import fit
@@ -70,7 +72,10 @@ def solve(
     asked = on_ranks(cfg, worlds(cfg, gpus)[0], gpu)
     room = int(gpu_gib * GIB)
     search = Search(functools.partial(judged, room), room, say, with_costs=True)
-    say(f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; GiB per rank, all figures predicted")
+    say(
+        f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; GiB per rank, all figures predicted for torch "
+        f"{torch.__version__}"
+    )
     say(search.head())
 
     best = finders[what](search, asked, gpus)

@@ -1,11 +1,10 @@
 """Far copies: against a quadratic oracle, and the same for everybody."""
 
-import time
-
 import numpy as np
 import pytest
 
 from longhaul.evals.copies import distance_to_copy, far_copies
+from tests.events import calls
 
 
 def oracle(ids: list[int], short: int, ngram: int) -> list[bool]:
@@ -75,8 +74,6 @@ def test_bad_input_is_refused_in_words():
 
 
 @pytest.mark.parametrize("vocabulary", [1, 150_000])
-def test_a_document_of_131072_tokens_takes_well_under_a_second(vocabulary):
+def test_no_function_is_called_for_each_token(vocabulary):
     ids = np.random.default_rng(0).integers(0, vocabulary, 131_072)
-    began = time.process_time()
-    far_copies(ids, 4096)
-    assert time.process_time() - began < 0.5
+    assert calls(lambda: far_copies(ids, 4096)) < 2 * calls(lambda: far_copies(ids[:8192], 4096))

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves
 
 HALF = (torch.float16, torch.bfloat16)
@@ -109,6 +110,10 @@ def copied_bytes(target: str, func, args, outputs) -> int:
         return contiguous_bytes(target, name, args, outputs)
     if name in DENSE_IMAGES and target == "cpu":
         return 0 if is_image(args[0]) else args[0].nbytes
+    if name == "aten::native_group_norm_backward":
+        layout = suggest_memory_format(args[1]) if target == "cpu" else torch.contiguous_format
+        turned = [value for value in args[:2] if not value.is_contiguous(memory_format=layout)]
+        return sum(value.nbytes for value in turned)
     if name in PRODUCTS:
         given = [args[position] for position in PRODUCTS[name]]
         copied = sum(value.nbytes for value in given if not is_matrix(value))

@@ -151,6 +151,14 @@ def norm_backward(func, grad: Tensor, x: Tensor, *args) -> tuple[Tensor | None, 
     return found, *others
 
 
+def cpu_attention(q: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
+    """The CPU's FlashAttention sums in fp64 if its inputs are; torch 2.12's imitation in fp32."""
+    attend = aten._scaled_dot_product_flash_attention_for_cpu.default
+    o, lse = attend(q, *args, **options)
+    is_double = q.dtype == torch.float64
+    return o, lse.double() if is_double else lse
+
+
 NORMS = (
     aten.native_layer_norm.default,
     aten.native_group_norm.default,
@@ -172,6 +180,7 @@ CONTIGUOUS_GRADIENTS = (
 )
 CORRECTED: dict[object, Callable] = {
     aten._grouped_mm.default: grouped_mm,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: cpu_attention,
     aten.native_layer_norm_backward.default: layer_norm_backward,
     aten._log_softmax_backward_data.default: log_softmax_backward,
     aten.native_group_norm_backward.default: functools.partial(

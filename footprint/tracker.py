@@ -31,8 +31,14 @@ IN_PLACE = {
     aten.put.default: aten.put_.default,
     aten.sub.Tensor: aten.sub_.Tensor,
     aten.mul.Tensor: aten.mul_.Tensor,
+    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
 }
-# The last two only in this formula, which goes on with what these operators made in it.
+# Gradients of the larger and the smaller of two, half of them where both are equal. They mask what
+# `where` has made in them: fmax and fmin so since torch 2.15, the others since they were written.
+TIES = ["MaximumBackward0", "MinimumBackward0", "ClampMinBackward1", "ClampMaxBackward1"]
+if torch.__version__ >= (2, 15):
+    TIES += ["FmaxBackward0", "FminBackward0"]
+# `sub` and `mul` only in this formula, which goes on with what these operators made in it.
 BCE = "BinaryCrossEntropyWithLogitsBackward0"
 BCE_OWN = ("aten.sigmoid.default", "aten.add.Scalar")
 # They count how many elements share a gradient, by a sum that is not in place.
@@ -157,6 +163,9 @@ class Tracker(TorchDispatchMode):
         """
         if func in (aten.sub.Tensor, aten.mul.Tensor):
             own = node_name() == BCE and self.made_by(args[0]) in BCE_OWN
+            return own and not torch.is_grad_enabled()
+        if func is aten.masked_fill.Scalar:
+            own = node_name() in TIES and self.made_by(args[0]) == "aten.where.self"
             return own and not torch.is_grad_enabled()
         if func in SUMS and node_name() in REDUCTIONS:
             return False

@@ -219,6 +219,39 @@ def steps() -> Tensor:
     return torch.randn(20, 8, 48)
 
 
+class Ties(nn.Module):
+    """Gradients that mask what they have made, among others that mask what they were given."""
+
+    def __init__(self, larger):
+        super().__init__()
+        self.linear = nn.Linear(48, 300)
+        self.other = nn.Linear(48, 300)
+        self.larger = larger
+
+    def forward(self, x: Tensor) -> Tensor:
+        larger = self.larger(self.linear(x), self.other(x))
+        chosen = torch.where(larger > 0, larger, larger * 2)
+        return chosen.masked_fill(chosen > 1, 0.0)
+
+
+class GroupsOfSums(nn.Module):
+    """The gradient of a group norm that is the same number for all."""
+
+    def __init__(self, layout):
+        super().__init__()
+        self.project = nn.Conv2d(3, 16, 1)
+        self.norm = nn.GroupNorm(4, 16)
+        self.layout = layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        pixels = self.project(x).contiguous(memory_format=self.layout)
+        return self.norm(pixels).sum() / 1000
+
+
+def images() -> Tensor:
+    return torch.randn(4, 3, 24, 24)
+
+
 CASES = {
     "attention with a mask of booleans": (Masked, rows),
     "copied layers with a padding mask": (Padded, rows),
@@ -231,6 +264,12 @@ CASES = {
     "distributions with their checks": (Sampled, rows),
     "rows that are pooled by groups": (Pooled, rows),
     "channels that are turned": (Normalized, rows),
+    "attention in fp64": (lambda: Masked().double(), lambda: rows().double()),
+    "the larger of two": (lambda: Ties(torch.maximum), steps),
+    "the smaller of two, numbers first": (lambda: Ties(torch.fmin), steps),
+    "at least as large as others": (lambda: Ties(lambda x, y: torch.clamp(x, min=y)), steps),
+    "groups of which a sum is taken": (lambda: GroupsOfSums(torch.contiguous_format), images),
+    "the same, channels last": (lambda: GroupsOfSums(torch.channels_last), images),
     "a loss of two dtypes": (TwoDtypes, rows),
     "patches that overlap": (Patched, rows),
     "EmbeddingBag, sums": (lambda: nn.EmbeddingBag(500, 32, mode="sum"), indices),

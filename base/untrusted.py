@@ -24,7 +24,7 @@ def is_pickle(path: Path) -> bool:
 
     with open(path, "rb") as file:
         head = file.read(9)
-    if path.suffix in PICKLE_SUFFIXES or head.startswith(ZIP_MAGIC):
+    if path.suffix.lower() in PICKLE_SUFFIXES or head.startswith(ZIP_MAGIC):
         return True
 
     # the header of a safetensors file may be 640 bytes long, which reads as a pickle of protocol 2

@@ -4,6 +4,7 @@ tokenizers and pyarrow are optional.
     prepare.py    the command `python -m data.prepare`
     pipeline.py   documents -> a tokenizer -> ids -> a dataset folder; describes the stages
     inputs.py     paths, patterns                  -> files and their bytes
+    contents.py   the first bytes of a file        -> what it is, if it is no text
     fields.py     a record                         -> its text
     parquet.py    parquet                          -> records
     sources.py    text, JSONL, parquet             -> documents
@@ -11,6 +12,7 @@ tokenizers and pyarrow are optional.
     tokenizer.py  lossless sentencepiece           text <-> ids
     hugging_face.py    tokenizer.json              text <-> ids
     load_tokenizer.py  opens either of them
+    losses.py     what of a text its ids do not give back
     storage.py    how an id is stored, and that it is not learned
     writer.py     ids -> shards, in a folder that appears whole or not at all
     manifest.py   the JSON file that describes such a folder; the only way to open one

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.hugging_face import hash_of
-from data.tokenizer import SPACE_MARK
+from data.tokenizer import SPACE_MARK, read_model
 
 # SentencePiece.Type
 NORMAL = 1
@@ -55,7 +55,7 @@ def tokenizer_json(path: Path) -> dict:
     Raises ValueError for a model that no tokenizer.json equals.
     """
     pieces = read_pieces(path)
-    reason = _reason_against(_read(path), pieces)
+    reason = _reason_against(read_model(path), pieces)
     if reason:
         raise ValueError(f"tokenizer {path} {reason}: {REMEDY}")
 
@@ -84,21 +84,9 @@ def tokenizer_json(path: Path) -> dict:
     }
 
 
-def _read(path: Path):
-    """The ModelProto of a model. Raises ValueError if it is malformed."""
-    # here, because they take half a second to import, and only conversions need them
-    from google.protobuf.message import DecodeError
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto
-
-    try:
-        return ModelProto.FromString(path.read_bytes())
-    except DecodeError as error:
-        raise ValueError(f"tokenizer {path} is damaged ({error}): copy it again") from None
-
-
 def read_pieces(path: Path) -> list[Piece]:
     """The tokens of a sentencepiece model, by their ids. Raises ValueError if it is malformed."""
-    return [Piece(one.piece, one.score, one.type) for one in _read(path).pieces]
+    return [Piece(one.piece, one.score, one.type) for one in read_model(path).pieces]
 
 
 def hash_as_json(path: Path) -> str:

@@ -2,8 +2,9 @@
 
 Only JSON is read: no code of the folder runs, and a folder that asks for its own code is refused.
 Special tokens that occur in a text are encoded like any other text, so no text can end a document
-or imitate a chat. A token that the folder adds *without* calling it special is matched in text, as
-`transformers` does.
+or imitate a chat. Models that would find them in a text (Unigram, WordLevel) encode with a copy of
+themselves that does not know how they are written. A token that the folder adds *without* calling
+it special is matched in text, as `transformers` does.
 
 Two files make a tokenizer here: tokenizer.json, unchanged, and a tokenizer_config.json with the
 token that ends a document. `transformers` opens a folder that has both.
@@ -14,6 +15,8 @@ import hashlib
 import importlib.util
 import json
 import re
+import secrets
+import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from data.tokenizer import StreamDecoder, known_ids, require_encodable
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 PADDED = "padded_vocab_size"  # in our own SETTINGS: the ids of the model, unused ones included
+BYTE_LEVEL = "give --tokenizer a byte-level one, such as Qwen's, Llama 3's or GPT-2's"
 INSTALL = "pip install -e '.[tokenizers]', or pip install tokenizers"
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
@@ -53,12 +57,23 @@ class HuggingFaceTokenizer:
         content, ids = read_tokenizer(self.path)
         self._ids = ids
         self.vocab_size: int = max(ids.values()) + 1
-        self._library = _open(self.path, content)
+        spelled = self.path.read_text("utf-8")
+        self._library = _open(self.path, content, spelled)
+        self._encoder = self._library
+        self._unknown = _unknown_id(content["model"], ids)
+        if self._unknown is None and "merges" not in content["model"]:
+            raise ValueError(
+                f"tokenizer {self.path} has no token for what it lacks (unk_token), so not every "
+                f"text has ids: {BYTE_LEVEL}"
+            )
 
         self.eod_token = _end_token(self.path, eod, content, ids)
         self.eod_id: int = ids[self.eod_token]
+        self._keep_special_out(content)
         self._require_end_is_no_text(content)
         self._is_cuttable = is_cuttable(content)
+        self.is_lossless = is_byte_level(content)
+        self._is_composed = "NFC" in _normal_forms(content)
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -69,7 +84,7 @@ class HuggingFaceTokenizer:
         """The ids of `text`, without an end-of-document id. ValueError for a lone surrogate."""
         require_encodable(text)
         # `encode_batch_fast` leaves out the offsets, which take a third of the time of `encode`
-        [encoding] = self._library.encode_batch_fast([text], add_special_tokens=False)
+        [encoding] = self._encoder.encode_batch_fast([text], add_special_tokens=False)
         return encoding.ids
 
     def parts(self, text: str, size: int) -> Iterator[str]:
@@ -87,8 +102,18 @@ class HuggingFaceTokenizer:
         yield text[start:]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; special tokens have none. ValueError for an unknown id."""
-        return self._library.decode(known_ids(ids, self.vocab_size))
+        """The text of `ids`; special tokens and unknown ones have none. ValueError for an id that
+        the tokenizer lacks.
+        """
+        known = known_ids(ids, self.vocab_size)
+        text = [index for index in known if index != self._unknown]
+        return self._library.decode(text)
+
+    def back(self, text: str, ids: list[int]) -> str:
+        """What the ids of a text give back."""
+        if not self.is_lossless:
+            return self.decode(ids)
+        return unicodedata.normalize("NFC", text) if self._is_composed else text
 
     def spell(self, ids: Iterable[int]) -> str:
         """The text of `ids` with special tokens as they are written, such as <|endoftext|>."""
@@ -133,11 +158,29 @@ class HuggingFaceTokenizer:
         token = self._library.id_to_token(index) or ""
         return BYTE.fullmatch(token) is not None or not self.decode([index])
 
+    def _keep_special_out(self, content: dict) -> None:
+        """Encode with a copy of the model that finds no special token in a text."""
+        found = _found_in_text(content)
+        if found:
+            copy = json.dumps(_without(content, found))
+            self._encoder = _open(self.path, content, copy)
+
+    def _is_text(self, token: str) -> bool:
+        """Whether a text that holds a token gets its id."""
+        return self._ids[token] in self.encode(f"a{token}b {token}")
+
     def _require_end_is_no_text(self, content: dict) -> None:
-        if self.eod_id in self.encode(f"a{self.eod_token}b {self.eod_token}"):
+        given = f"--eod {self.eod_token}"
+        remedy = _some_special(self.path, self.eod_token, content, self._unknown)
+        if self.eod_id == self._unknown:
             raise ValueError(
-                f"--eod {self.eod_token} is no special token of {self.path}, so a text that holds "
-                f"it would end there: give --eod TOKEN, such as {_some_special(content)}"
+                f"{given} is what characters become that {self.path} lacks, so a text that holds "
+                f"one would end there: {remedy}"
+            )
+        if self._is_text(self.eod_token):
+            raise ValueError(
+                f"{given} is no special token of {self.path}, so a text that holds it would end "
+                f"there: {remedy}"
             )
 
 
@@ -149,9 +192,7 @@ def read_tokenizer(path: Path) -> tuple[dict, dict[str, int]]:
     refuse_pickle(path, "give a tokenizer.json")
     try:
         content = read_json(path)
-        vocab = content["model"]["vocab"]
-        if isinstance(vocab, list):  # Unigram: [token, score]
-            vocab = {token: index for index, (token, _) in enumerate(vocab)}
+        vocab = _vocabulary(content["model"])
         content["added_tokens"] = content.get("added_tokens") or []
         ids = vocab | {token["content"]: token["id"] for token in content["added_tokens"]}
         if not ids or not all(type(one) is int and 0 <= one < 1 << 32 for one in ids.values()):
@@ -164,10 +205,23 @@ def read_tokenizer(path: Path) -> tuple[dict, dict[str, int]]:
     return content, ids
 
 
+def _vocabulary(model: dict) -> dict[str, int]:
+    """{token: id} of a model, without those that are added to it."""
+    vocab = model["vocab"]
+    if isinstance(vocab, list):  # Unigram: [token, score]
+        return {token: index for index, (token, _) in enumerate(vocab)}
+    return vocab
+
+
 def hash_of(ids: dict[str, int]) -> str:
     """The SHA-256 of a map from tokens to ids, whatever its order."""
     pairs = sorted((index, token) for token, index in ids.items())
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
+def is_json(path: Path) -> bool:
+    """Whether a file is a tokenizer.json by its suffix, in whatever case."""
+    return path.suffix.lower() == ".json"
 
 
 def hash_of_file(path: Path) -> str:
@@ -187,13 +241,58 @@ def hash_of_folder(folder: Path) -> str | None:
 def is_cuttable(content: dict) -> bool:
     """Whether a text may be cut at SAFE_CUT: byte-level BPE behind an expression that we know."""
     normalizer = content.get("normalizer") or {"type": "NFC"}
-    for token in content["added_tokens"]:
-        is_matched = not token.get("special")
-        if is_matched and (token.get("lstrip") or token.get("single_word")):
-            return False
-        if is_matched and "\n" in token["content"]:
+    for token in _matched(content):
+        if token.get("lstrip") or token.get("single_word") or "\n" in token["content"]:
             return False
     return normalizer == {"type": "NFC"} and _is_known_split(content.get("pre_tokenizer"))
+
+
+# In which byte-level tokens spell the 256 bytes: those that can be seen, and as many others.
+ALPHABET = {
+    *map(chr, range(33, 127)),
+    *map(chr, range(161, 173)),
+    *map(chr, range(174, 256)),
+    *map(chr, range(256, 324)),
+}
+SPLITS = ("Split", "Digits", "Punctuation", "ByteLevel")
+
+
+def is_byte_level(content: dict) -> bool:
+    """Whether every text comes back by the structure of a tokenizer: it encodes bytes, has a token
+    for each of them, and changes a text by at most its normal form C.
+    """
+    model = content["model"]
+    if isinstance(model["vocab"], list) or not ALPHABET <= model["vocab"].keys():
+        return False
+    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        return False
+    for token in _matched(content):
+        if token.get("lstrip") or token.get("rstrip"):
+            return False
+
+    steps = list(_steps(content.get("pre_tokenizer"), "pretokenizers"))
+    for step in steps:
+        drops = step.get("behavior") == "Removed"
+        if step["type"] not in SPLITS or drops or step.get("add_prefix_space"):
+            return False
+    is_bytes = any(step["type"] == "ByteLevel" for step in steps)
+    return is_bytes and "merges" in model and _normal_forms(content) <= {"NFC"}
+
+
+def _normal_forms(content: dict) -> set[str]:
+    """How a tokenizer changes a text before it encodes it."""
+    return {step["type"] for step in _steps(content.get("normalizer"), "normalizers")}
+
+
+def _steps(step: dict | None, key: str) -> Iterator[dict]:
+    """The steps of a sequence, or the only one."""
+    if step is None:
+        return
+    if step.get("type") != "Sequence":
+        yield step
+        return
+    for inner in step[key]:
+        yield from _steps(inner, key)
 
 
 def _is_known_split(splitter: dict | None) -> bool:
@@ -214,6 +313,72 @@ def _is_known_split(splitter: dict | None) -> bool:
     return is_plain and first.get("pattern", {}).get("Regex") in KNOWN_SPLITS
 
 
+# ---- special tokens
+
+
+def _matched(content: dict) -> list[dict]:
+    """The added tokens that are found in a text."""
+    return [token for token in content["added_tokens"] if not token.get("special")]
+
+
+def _unknown_id(model: dict, ids: dict[str, int]) -> int | None:
+    """The id of what the model lacks, if it has one."""
+    by_name = ids.get(model.get("unk_token"))
+    return model.get("unk_id", by_name)
+
+
+def _found_in_text(content: dict) -> set[str]:
+    """The special tokens that the model itself has, and makes of a text that holds them."""
+    model = content["model"]
+    own = set()
+    for token in content["added_tokens"]:
+        if token.get("special"):
+            own.add(token["content"])
+    own &= _vocabulary(model).keys()
+    if not own or model.get("ignore_merges") or "merges" not in model:
+        return own
+
+    made = {token for token in own if len(token) == 1}
+    for pair in model["merges"]:
+        made.add(_joined(pair, model)[-1])
+    return own & made
+
+
+def _without(content: dict, tokens: set[str]) -> dict:
+    """The same tokenizer with names for these tokens that no text can guess, so that the model
+    does not find them.
+    """
+    names = {token: secrets.token_hex(16) for token in tokens}
+
+    def renamed(token: str | None) -> str | None:
+        return names.get(token, token)
+
+    model = dict(content["model"])
+    vocab = model["vocab"]
+    if isinstance(vocab, list):
+        model["vocab"] = []
+        for token, score in vocab:
+            model["vocab"].append([renamed(token), score])
+    else:
+        model["vocab"] = {renamed(token): index for token, index in vocab.items()}
+        model["unk_token"] = renamed(model.get("unk_token"))
+    if "merges" in model:
+        pairs = model["merges"]
+        model["merges"] = [pair for pair in pairs if tokens.isdisjoint(_joined(pair, model))]
+
+    added = []
+    for token in content["added_tokens"]:
+        added.append(token | {"content": renamed(token["content"])})
+    return content | {"model": model, "added_tokens": added}
+
+
+def _joined(pair: list[str] | str, model: dict) -> tuple[str, str, str]:
+    """The two parts of a merge, and what they make."""
+    left, right = pair.split(" ") if isinstance(pair, str) else pair
+    prefix = model.get("continuing_subword_prefix") or ""
+    return left, right, left + right.removeprefix(prefix)
+
+
 # ---- the library
 
 
@@ -223,8 +388,8 @@ def require_installed() -> None:
         raise ValueError(f"a tokenizer.json needs the package tokenizers: run {INSTALL}")
 
 
-def _open(path: Path, content: dict):
-    """The library's tokenizer, which cuts off, pads and drops nothing."""
+def _open(path: Path, content: dict, spelled: str):
+    """The library's tokenizer of a JSON, which cuts off, pads and drops nothing."""
     require_installed()
     import tokenizers
 
@@ -234,7 +399,7 @@ def _open(path: Path, content: dict):
             '"dropout" to null in it'
         )
     try:
-        library = tokenizers.Tokenizer.from_file(str(path))
+        library = tokenizers.Tokenizer.from_str(spelled)
     except Exception as error:
         if type(error) is Exception:  # what the library raises, and nothing narrower
             reason = " ".join(str(error).split())[:200]
@@ -265,9 +430,8 @@ def _end_token(path: Path, eod: str | None, content: dict, ids: dict[str, int]) 
     reason = "nothing next to it says which token ends a document"
     if token is not None:
         reason = f"it has no token {token!r} to end documents with"
-    raise ValueError(
-        f"tokenizer {path}: {reason}: give --eod TOKEN, such as {_some_special(content)}"
-    )
+    remedy = _some_special(path, "TOKEN", content, _unknown_id(content["model"], ids))
+    raise ValueError(f"tokenizer {path}: {reason}: {remedy}")
 
 
 def _named_token(folder: Path, key: str) -> str | None:
@@ -278,9 +442,15 @@ def _named_token(folder: Path, key: str) -> str | None:
     return named if isinstance(named, str) else None
 
 
-def _some_special(content: dict) -> str:
-    names = [repr(one["content"]) for one in content["added_tokens"] if one.get("special")]
-    return ", ".join(names[:4]) or "a special token (this tokenizer has none)"
+def _some_special(path: Path, token: str, content: dict, unknown: int | None) -> str:
+    """The remedy: special tokens that may end a document, or how to make one of a token."""
+    names = []
+    for one in content["added_tokens"]:
+        if one.get("special") and one["id"] != unknown:
+            names.append(repr(one["content"]))
+    if names:
+        return f"give --eod TOKEN, such as {', '.join(names[:4])}"
+    return f'put {token} and its id into the added_tokens of {path}, with "special": true'
 
 
 def read_settings(path: Path) -> dict:

@@ -9,6 +9,7 @@ import importlib.util
 import io
 import lzma
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 COMPRESSED = {".gz": "gzip", ".xz": "xz", ".bz2": "bzip2", ".zst": "zstd"}
+SUFFIXES = re.compile(r"(\.\w+)+$")  # at the end of a pattern
 # besides OSError without a number, which all but xz raise
 DAMAGE = (EOFError, zlib.error, lzma.LZMAError)
 
@@ -35,6 +37,12 @@ class Input(NamedTuple):
     named: str
     files: list[Path]
     linked: list[Path]
+
+    def names(self, file: Path) -> bool:
+        """Whether the user named a file, and no folder or a pattern such as **/* that holds it."""
+        named = Path(self.named)
+        is_group = named.is_dir() or not named.name.strip("*?.")
+        return not is_group or self.files == [file]
 
     def name_inside(self, file: Path) -> str:
         """The file's name within what the user named."""
@@ -79,9 +87,12 @@ def _in_folder(path: Path) -> Input:
 
 
 def _matching(pattern: str) -> Input:
-    """The files that a pattern such as books/**/*.txt matches, and those of matching folders."""
+    """The files that a pattern such as books/**/*.txt matches, in whatever case their suffixes are
+    written, and those of matching folders.
+    """
     found = Input(pattern, [], [])
-    for name in sorted(glob.glob(pattern, recursive=True)):
+    wanted = SUFFIXES.sub(_in_any_case, pattern)
+    for name in sorted(glob.glob(wanted, recursive=True)):
         # with **, a folder matches as well as the files in it
         if Path(name).is_file():
             found.files.append(Path(name))
@@ -90,20 +101,32 @@ def _matching(pattern: str) -> Input:
     return found
 
 
+def _in_any_case(suffixes: re.Match) -> str:
+    """.gz becomes .[gG][zZ]"""
+    return re.sub(
+        "[a-z]", lambda one: f"[{one[0].lower()}{one[0].upper()}]", suffixes[0], flags=re.I
+    )
+
+
 def some(files: Sequence[Path]) -> str:
     """The first file, and how many more there are."""
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     return f"{files[0]}{more}"
 
 
+def suffix_of(file: Path) -> str:
+    """The suffix of a name in lower case: .JSONL is .jsonl."""
+    return file.suffix.lower()
+
+
 def kind_of(file: Path) -> str:
     """The suffix of a name, that of a compression aside."""
-    return Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
+    return suffix_of(Path(file.stem)) if compression_of(file) else suffix_of(file)
 
 
 def compression_of(file: Path) -> str | None:
     """The name of the compression that the suffix of a file tells."""
-    return COMPRESSED.get(file.suffix)
+    return COMPRESSED.get(suffix_of(file))
 
 
 # ---- their bytes

@@ -27,7 +27,7 @@ def load_tokenizer(path: Path | str, eod: str | None = None) -> AnyTokenizer:
             f"tokenizer {folder} has no tokenizer.json, so it has no fast tokenizer: make one with "
             f'`python -c "{save}.save_pretrained({str(folder)!r})"`, or give another folder'
         )
-    if path.suffix == ".json":
+    if hugging_face.is_json(path):
         return HuggingFaceTokenizer(path, eod)
     if eod is not None and path.is_file():
         raise ValueError(
@@ -49,10 +49,10 @@ def hash_of_ids(path: Path) -> str:
     """The hash of the map from tokens to ids, which a sentencepiece model shares with the
     tokenizer.json that an export makes of it.
     """
-    return hugging_face.hash_of_file(path) if path.suffix == ".json" else hash_as_json(path)
+    return hugging_face.hash_of_file(path) if hugging_face.is_json(path) else hash_as_json(path)
 
 
 def require_usable(path: Path) -> None:
     """Raise ValueError if the library that this file needs is not installed."""
-    if path.suffix == ".json":
+    if hugging_face.is_json(path):
         hugging_face.require_installed()

@@ -122,7 +122,8 @@ class Manifest:
 
     masked: whether some tokens are read but not learned (data/storage.py); task: what the ids mean,
     if they are those of a synthetic task (data/recall.py); answer_id: the token that stands before
-    the answer at the end of a document, for rewards that compare answers.
+    the answer at the end of a document, for rewards that compare answers; losses: which characters
+    the tokenizer did not give back, if there are any (data/losses.py).
     """
 
     folder: Path
@@ -138,6 +139,7 @@ class Manifest:
     masked: bool = False
     task: dict | None = None
     answer_id: int | None = None
+    losses: dict | None = None
 
     @classmethod
     def open(cls, folder: Path | str) -> "Manifest":
@@ -252,6 +254,7 @@ def _parse(folder: Path, content: dict) -> Manifest:
         masked=masked,
         task=content.get("task"),
         answer_id=content.get("answer_id"),
+        losses=content.get("losses"),
     )
 
 

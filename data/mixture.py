@@ -55,7 +55,7 @@ def is_mixture(data: str) -> bool:
     """Whether --data names several corpora, with their shares or in a TOML file."""
     if not data or Path(data).is_dir():
         return False
-    return data.endswith(".toml") or ":" in data or "," in data
+    return data.lower().endswith(".toml") or ":" in data or "," in data
 
 
 def parse(data: str) -> dict[str, Fraction]:
@@ -65,7 +65,7 @@ def parse(data: str) -> dict[str, Fraction]:
     Raises ValueError for a share that is no decimal, a folder that is named twice, and shares that
     do not sum to 1.
     """
-    pairs = _table(Path(data)) if data.endswith(".toml") else _words(data)
+    pairs = _table(Path(data)) if data.lower().endswith(".toml") else _words(data)
     shares: dict[str, Fraction] = {}
     for folder, share in pairs:
         if folder in shares:

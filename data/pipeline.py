@@ -30,6 +30,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ import sentencepiece
 from base import durable
 from data.dataset import Dataset
 from data.load_tokenizer import AnyTokenizer, load_tokenizer
+from data.losses import Loss, Losses, joined, loss_of
 from data.manifest import MANIFEST
 from data.order import mix
 from data.progress import shown
@@ -60,7 +62,7 @@ BATCH_CHARS = 1 << 20
 SPACE_CHARS = 200_000  # of the sample are encoded to see how much space the ids take
 SPACE_MARGIN = 1.05
 STATE = "state.json"
-STATE_VERSION = 4  # of what a preparation leaves when it is killed
+STATE_VERSION = 5  # of what a preparation leaves when it is killed
 
 
 def build_dataset(
@@ -130,7 +132,12 @@ def build_dataset(
             if state.scan["documents"] == 1 and val_fraction and not answers:
                 texts = _end_apart(texts, val_fraction, report)
             writer = _fill(state, texts, workers, answers, report)
-            writer.finish(state.tokenizer, sources(), val_fraction)
+            writer.finish(
+                state.tokenizer,
+                sources(),
+                val_fraction,
+                losses=asdict(state.losses) if state.losses.lines() else None,
+            )
         durable.remove(folder / WORKING)
         require_new(output)  # again: somebody may have put a folder there meanwhile
     return Dataset(output)
@@ -178,6 +185,13 @@ def _fill(
             state.position = position
             state.shards = [shard.record() for shard in writer.shards]
             state.save()
+        state.losses.add(
+            document.name,
+            document.num_chars,
+            document.loss,
+            is_empty=not len(document.tokens),
+        )
+        state.losses.require_few(state.scan["characters"])
         position += 1
     return writer
 
@@ -189,8 +203,8 @@ class State:
     """How far a preparation is: a JSON file in the `working` folder of the unfinished dataset.
 
     scan: what the first reading found, {} before; position: the documents whose ids are in the full
-    shards, which `shards` describes. A state of another command is cleared with all that it
-    describes.
+    shards, which `shards` describes; losses: what the tokenizer lost of them. A state of another
+    command is cleared with all that it describes.
     """
 
     def __init__(self, folder: Path, key: object):
@@ -199,12 +213,13 @@ class State:
         self._key = hashlib.sha256(json.dumps([STATE_VERSION, key]).encode()).hexdigest()
         found = json.loads(self._file.read_text()) if self._file.is_file() else {}
         if found.get("key") != self._key:
-            found = {"scan": {}, "position": 0, "shards": []}
+            found = {"scan": {}, "position": 0, "shards": [], "losses": {}}
             durable.clear(folder)
             durable.make_folder(folder / WORKING)
         self.scan: dict = found["scan"]
         self.position: int = found["position"]
         self.shards: list[dict] = found["shards"]
+        self.losses = Losses(**found["losses"])
 
     @property
     def tokenizer(self) -> Path:
@@ -215,6 +230,7 @@ class State:
         """Write the file."""
         content = {"key": self._key, "scan": self.scan}
         content |= {"position": self.position, "shards": self.shards}
+        content["losses"] = asdict(self.losses)
         durable.write_json(self._file, content)
 
 
@@ -331,6 +347,7 @@ def _cut(text: str, fraction: float) -> int:
 class Part(NamedTuple):
     """A document, or a part of a long one."""
 
+    name: str  # of its document
     text: str
     is_last: bool  # of its document
     learned: bool | None  # None if documents have no answers
@@ -339,6 +356,14 @@ class Part(NamedTuple):
     def num_chars(self) -> int:
         """The characters of the text."""
         return len(self.text)
+
+
+class Encoded(NamedTuple):
+    """A part with its ids, uint32, and what these do not give back."""
+
+    part: Part
+    ids: np.ndarray
+    loss: Loss
 
 
 def encode(
@@ -364,7 +389,7 @@ def _parts(documents: Iterable[Document], tokenizer: AnyTokenizer) -> Iterator[P
         if document.answer is not None:
             texts = [(document.text, False), (document.answer, True)]
         *others, last = [
-            Part(part, False, learned)
+            Part(document.name, part, False, learned)
             for text, learned in texts
             for part in tokenizer.parts(text, BATCH_CHARS)
         ]
@@ -372,13 +397,16 @@ def _parts(documents: Iterable[Document], tokenizer: AnyTokenizer) -> Iterator[P
         yield last._replace(is_last=True)
 
 
-def _encoded(
-    parts: Iterable[Part], tokenizer: AnyTokenizer, workers: int
-) -> Iterator[tuple[Part, np.ndarray]]:
-    """The parts with their ids, uint32, in order; a few batches are encoded ahead."""
+def _encoded(parts: Iterable[Part], tokenizer: AnyTokenizer, workers: int) -> Iterator[Encoded]:
+    """The parts with their ids, in order; a few batches are encoded ahead."""
 
-    def encode_batch(batch: list[Part]) -> list[tuple[Part, np.ndarray]]:
-        return [(part, np.array(tokenizer.encode(part.text), np.uint32)) for part in batch]
+    def encode_part(part: Part) -> Encoded:
+        ids = tokenizer.encode(part.text)
+        back = tokenizer.back(part.text, ids)
+        return Encoded(part, np.array(ids, np.uint32), loss_of(part.text, back))
+
+    def encode_batch(batch: list[Part]) -> list[Encoded]:
+        return list(map(encode_part, batch))
 
     with ThreadPoolExecutor(workers) as pool:
         waiting = deque()
@@ -405,19 +433,40 @@ def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
         yield batch
 
 
-def _joined(parts: Iterable[tuple[Part, np.ndarray]]) -> Iterator[TokenizedDocument]:
+def _joined(parts: Iterable[Encoded]) -> Iterator[TokenizedDocument]:
     """The documents that the parts are of."""
-    ids: list[np.ndarray] = []
-    marks: list[np.ndarray] = []
+    found: list[Encoded] = []
+    for one in parts:
+        found.append(one)
+        if one.part.is_last:
+            yield _document(found)
+            found = []
+
+
+def _document(found: list[Encoded]) -> TokenizedDocument:
+    """The document of some parts. It has no ids if its answer, or what is before it, has none."""
+    tokens = []
+    marks = []
     num_bytes = 0
-    for part, own_ids in parts:
-        ids.append(own_ids)
-        if part.learned is not None:
-            marks.append(np.full(len(own_ids), part.learned))
+    num_chars = 0
+    for part, ids, _ in found:
+        tokens.append(ids)
+        marks.append(np.full(len(ids), part.learned))
         num_bytes += len(part.text.encode())
-        if part.is_last:
-            learned = np.concatenate(marks) if marks else None
-            yield TokenizedDocument(np.concatenate(ids), num_bytes, learned)
-            ids = []
-            marks = []
-            num_bytes = 0
+        num_chars += part.num_chars
+
+    last = found[-1].part
+    document = TokenizedDocument(
+        np.concatenate(tokens),
+        num_bytes,
+        name=last.name,
+        num_chars=num_chars,
+        loss=joined(one.loss for one in found),
+    )
+    if last.learned is None:
+        return document
+    learned = np.concatenate(marks)
+    if learned.all() or not learned.any():
+        nothing = slice(0)
+        return document._replace(tokens=document.tokens[nothing], learned=learned[nothing])
+    return document._replace(learned=learned)

@@ -25,6 +25,7 @@ from base import flags
 from data.commands import exit_code
 from data.corpus import prepare_embedded
 from data.dataset import Dataset, Split, open_dataset
+from data.losses import Losses
 from data.packing import effective_context, pack
 
 CONTEXTS = tuple(2**power for power in range(10, 21))  # 1k to 1M
@@ -39,7 +40,7 @@ def summary(dataset: Dataset) -> list[str]:
         if split.source_bytes:
             words += f"{split.source_bytes / split.num_tokens:.2f} bytes/token, "
         lines.append(f"{words}unigram entropy {split.unigram_entropy:.3f} nats/token")
-    return lines
+    return lines + Losses(**dataset.manifest.losses or {}).lines()
 
 
 def share_with_context(lengths: np.ndarray, context: int) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import BinaryIO, NamedTuple
 
-from data import parquet
+from data import contents, parquet
 from data.fields import FieldError, TextField
 from data.inputs import (
     Input,
@@ -20,6 +20,7 @@ from data.inputs import (
     opened,
     require_package,
     some,
+    suffix_of,
 )
 
 DOCUMENT_BYTES = 64 << 20  # the longest document: 16M tokens or so
@@ -49,13 +50,14 @@ def refuse(message: str) -> None:
 
 
 TABLES = (".json", ".csv", ".tsv")
+PLAIN = ".txt"  # the suffix of what is text, whatever is in it
 
 
 def require_readable(file: Path) -> None:
     """Raise ValueError if the name says that the file is not text, or has fields that would not be
     read.
     """
-    if file.suffix == ".zip":
+    if suffix_of(file) == ".zip":
         raise ValueError(f"{file} is a zip archive, which is not read: run `unzip {file}`")
     kind = kind_of(file)
     if kind in TABLES:
@@ -65,13 +67,31 @@ def require_readable(file: Path) -> None:
         )
 
 
-def require_fields(file: Path) -> None:
+def require_fields(file: Path, flag: str) -> None:
     """Raise ValueError if the name says that the file has no records with fields."""
     if kind_of(file) not in READERS:
         raise ValueError(
-            f"{file} is read as text, which has no field for --answer_field: give JSONL or parquet "
-            "only, or drop --answer_field"
+            f"{file} is read as text, which has no field for {flag}: give JSONL or parquet only "
+            f"(files that end in {', '.join(READERS)}), or drop {flag}"
         )
+
+
+def require_text(file: Path) -> None:
+    """Raise ValueError if a file that would be read as text begins as something else."""
+    head = b""
+    with opened(file, lambda damage: None) as stream:  # the reading will name the damage
+        head = stream.read(contents.HEAD)
+    found = contents.no_text(head)
+    if found is None and kind_of(file) != PLAIN:
+        found = contents.records(head)
+    if found:
+        form, remedy = found
+        raise ValueError(f"{_begins(file, form)}: {remedy}")
+
+
+def _begins(file: Path, form: str) -> str:
+    suffix = f"the suffix {kind_of(file)}" if kind_of(file) else "no suffix"
+    return f"{file} begins as {form}, and with {suffix} it would be read as text"
 
 
 def require_extras(file: Path) -> None:
@@ -107,7 +127,8 @@ class TextFiles:
         U+FFFD. document_bytes: a longer text is cut at the end of a line, a longer record is bad.
 
         Raises ValueError if one of the inputs does not exist, holds no file, is of a format that
-        is not read or has no field for an answer, or needs a package that is not installed.
+        is not read, has no field for a text or an answer that is asked for, or needs a package that
+        is not installed.
         """
         if document_bytes < 1:
             raise ValueError(
@@ -117,35 +138,38 @@ class TextFiles:
         self._fields = [TextField(text_field or "text")]
         if answer_field is not None:
             self._fields.append(TextField(answer_field, "--answer_field"))
+        asked = self._fields if text_field else self._fields[1:]
         self._report = report
         self._replace = replace
         self._limit = document_bytes
         self._replaced: dict[str, int] = {}  # place of the first one of a document -> U+FFFD
+        self._markup: dict[Path, None] = {}  # text files in folders that hold records
 
         self._files = [file for one in self._inputs for file in one.files]
         for one in self._inputs:
             for file in one.files:
                 # in a folder of sources, .json and .csv are text like any other
-                if text_field or answer_field or one.files == [file]:
+                if asked or one.names(file):
                     require_readable(file)
-                if answer_field is not None:
-                    require_fields(file)
+                for field in asked:
+                    require_fields(file, field.flag)
                 require_extras(file)
+                if one.names(file) and kind_of(file) not in READERS:
+                    require_text(file)
 
     def notes(self) -> list[str]:
         """What was left out, or may not be what the user thinks, in lines."""
         lines = []
         linked = [link for one in self._inputs for link in one.linked]
-        tables = [file for file in self._files if kind_of(file) in TABLES]
         if linked:
             lines.append(
                 f"left out: {some(linked)}, because links to folders are not followed: give the "
                 "folder itself with --input"
             )
-        if tables:
+        if self._markup:
             lines.append(
-                f"read as plain text, with all markup: {some(tables)}: write JSONL to read "
-                "a field of their records"
+                f"read as plain text, with all markup: {some(list(self._markup))}: write JSONL to "
+                "read a field of their records"
             )
         if self._replaced:
             first = next(iter(self._replaced))
@@ -199,10 +223,27 @@ class TextFiles:
                 if content is None:
                     self._report(self._too_long(f"{file}:{offset}: a line"))
                     return
+                if not offset and not self._is_text(file, content[: contents.HEAD]):
+                    return
                 text = self._decode(content, str(file), offset)
                 if text is None:
                     return
                 yield Document(f"{file}:{offset}" if offset else str(file), text)
+
+    def _is_text(self, file: Path, head: bytes) -> bool:
+        """Whether a file in a folder is text, which may have markup; else a report says what it is.
+
+        Sources may be records, and no source lacks a suffix and begins as JSON: part-00000 does.
+        """
+        kind = kind_of(file)
+        found = contents.no_text(head)
+        form, remedy = found or contents.records(head) or ("", "")
+        if found or (form == contents.JSON and not kind):
+            self._report(f"{_begins(file, form)} ({remedy})")
+            return False
+        if kind in TABLES or (form and kind != PLAIN):
+            self._markup[file] = None
+        return True
 
     def _lines(self, file: Path) -> Iterator[Document]:
         """A document for each line of JSON."""

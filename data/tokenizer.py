@@ -173,6 +173,15 @@ class Tokenizer:
                 ids += self._processor.encode(part)
         return ids
 
+    @functools.cached_property
+    def is_lossless(self) -> bool:
+        """Whether the model changes no text before it is encoded, so that every text comes back."""
+        return not read_model(self.path).normalizer_spec.precompiled_charsmap
+
+    def back(self, text: str, ids: list[int]) -> str:
+        """What the ids of a text give back."""
+        return text if self.is_lossless else self.decode(ids)
+
     def parts(self, text: str, size: int) -> Iterator[str]:
         """`text` in parts of `size` characters or a little more, cut where `encode` cuts, so that
         their ids, joined, are those of the whole.
@@ -322,6 +331,18 @@ def require_encodable(text: str) -> None:
             f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}, which "
             "is not Unicode text: repair the source, or skip it with --on_error skip"
         ) from None
+
+
+def read_model(path: Path):
+    """The ModelProto of a model. Raises ValueError if it is malformed."""
+    # here, because they take half a second to import, and only a few readers need them
+    from google.protobuf.message import DecodeError
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+    try:
+        return ModelProto.FromString(path.read_bytes())
+    except DecodeError as error:
+        raise ValueError(f"tokenizer {path} is damaged ({error}): copy it again") from None
 
 
 def _load(model: bytes, path: Path) -> sentencepiece.SentencePieceProcessor:

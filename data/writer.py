@@ -20,6 +20,7 @@ import numpy as np
 from base import durable
 from data import hugging_face
 from data.dataset import Dataset, Split
+from data.losses import NONE, Loss
 from data.manifest import (
     MANIFEST,
     Shard,
@@ -41,13 +42,17 @@ NO_TEXT = "there is no text in the input (every document is empty): give --input
 
 
 class TokenizedDocument(NamedTuple):
-    """The ids of a document (any integer array), the bytes of its UTF-8 text (0: unknown), and for
-    a masked dataset which tokens are targets of the loss (bool; None: all).
+    """The ids of a document (any integer array), the bytes of its UTF-8 text (0: unknown), for a
+    masked dataset which tokens are targets of the loss (bool; None: all), and of a text what its
+    name is, how many characters it has, and which of them its ids do not give back.
     """
 
     tokens: np.ndarray
     source_bytes: int = 0
     learned: np.ndarray | None = None
+    name: str = ""
+    num_chars: int = 0
+    loss: Loss = NONE
 
 
 def write_dataset(
@@ -255,6 +260,7 @@ class Writer:
         val_fraction: float,
         task: dict | None = None,
         answer_id: int | None = None,
+        losses: dict | None = None,
     ) -> None:
         """Write what is missing, the manifest last; `working` is not needed any more.
 
@@ -275,6 +281,7 @@ class Writer:
             "sources": list(sources),
         }
         optional = {"masked": self.storage.masked or None, "task": task, "answer_id": answer_id}
+        optional["losses"] = losses
         content |= {name: value for name, value in optional.items() if value is not None}
         write_manifest(self.folder, content)
 
@@ -383,7 +390,7 @@ def _store_tokenizer(folder: Path, tokenizer: Path | str | None) -> dict | None:
     if tokenizer is None:
         return None
     tokenizer = Path(tokenizer)
-    if tokenizer.suffix != ".json":
+    if not hugging_face.is_json(tokenizer):
         return _store(folder / SENTENCEPIECE, tokenizer.read_bytes()).record()
 
     settings = tokenizer.parent / hugging_face.SETTINGS

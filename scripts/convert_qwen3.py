@@ -22,6 +22,7 @@ from data.hugging_face import (
     SETTINGS,
     TOKENIZER,
     HuggingFaceTokenizer,
+    is_json,
     read_settings,
 )
 from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
@@ -187,7 +188,7 @@ def end_token(run: Path, tokenizer: Path) -> str | None:
     """The token that ended the documents of the run, if it says so and the tokenizer is of Hugging
     Face, whose folder may name another.
     """
-    is_hugging_face = tokenizer.suffix == ".json" or (tokenizer / TOKENIZER).is_file()
+    is_hugging_face = is_json(tokenizer) or (tokenizer / TOKENIZER).is_file()
     named = read_settings(run / SETTINGS).get("eos_token")
     return named if is_hugging_face and isinstance(named, str) else None
 

@@ -15,6 +15,7 @@ from base.flags import PRECISIONS, precision, spellings
 from base.untrusted import refuse_pickle
 from data.hugging_face import hash_of_folder
 from data.load_tokenizer import AnyTokenizer, find_tokenizer, hash_of_ids, load_tokenizer
+from data.losses import Outspoken
 from longhaul import cli, qwen3
 from longhaul.checkpoint import start
 from longhaul.checkpoint.format import Checkpoint, model_config
@@ -108,7 +109,7 @@ class Source:
 
 def tokenizer_of(source: Source | start.Start, path: str = "", otherwise: str = "") -> AnyTokenizer:
     """The tokenizer that the model was trained with, from `path` or from its folder; ValueError if
-    it is another one, or if there is none, which says `otherwise`, too.
+    it is another one, or if there is none, which says `otherwise`, too. It warns of lost text.
     """
     folder = source.tokenizer_folder
     found = path or find_tokenizer(folder)
@@ -116,7 +117,7 @@ def tokenizer_of(source: Source | start.Start, path: str = "", otherwise: str = 
         raise ValueError(f"{folder} has no tokenizer: give --tokenizer PATH{otherwise}")
     tokenizer = load_tokenizer(found)
     check_ids(source, tokenizer.vocab_size, tokenizer.sha256, tokenizer.path, f"tokenizer {found}")
-    return tokenizer
+    return Outspoken(tokenizer)
 
 
 def check_ids(

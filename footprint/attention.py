@@ -8,34 +8,38 @@ aten/native/transformers/cuda/sdp_utils.cpp, sdp_utils_cpp.h and attention.cpp i
 """
 
 import contextlib
+import functools
 import math
+import sys
+import types
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams
-from torch.nn.attention import SDPBackend, bias, sdpa_kernel
-from torch.nn.attention.bias import CausalBias
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from footprint.copies import HALF
 from footprint.device import HALF_SINCE, Card
 from footprint.patches import Patches, patched
 
 aten = torch.ops.aten
+FLASH = SDPBackend.FLASH_ATTENTION
+EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
+MATH = SDPBackend.MATH
+CUDNN = SDPBackend.CUDNN_ATTENTION
 # From 2.14 on, rows may be missing, a head of keys may serve all queries, and the memory-efficient
 # kernel takes grouped heads, but no tensors that start in the middle of 16 bytes.
 IS_2_14 = torch.__version__ >= (2, 14)
 IS_2_15 = torch.__version__ >= (2, 15)
 MOST_BLOCKS = 65_535  # rows, or heads, that a kernel of 2.15 is started for
+# Dimensions above 128 of a query's head and of a value's, for cuDNN on large cards
+WIDE_HEADS = ((192, 128), (256, 256)) if IS_2_15 else ((192, 128),)
+WIDEST_HEAD = 256  # of FlashAttention
 NEWEST = 121  # capability x 10 of the last cards that have kernels
 PREFER_CUDNN = (9, 10)  # the first digits of their capability
-PRIORITY = (
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-    SDPBackend.CUDNN_ATTENTION,
-)
+PRIORITY = [FLASH, EFFICIENT, MATH, CUDNN]
 
 
 class NoKernel(RuntimeError):
@@ -47,52 +51,57 @@ class NoKernel(RuntimeError):
 
 def dtypes(backend: SDPBackend, cc: int) -> tuple[torch.dtype, ...]:
     """What a fused kernel computes on cards of that capability."""
-    if HALF_SINCE <= cc <= NEWEST:
-        return (*HALF, torch.float32) if backend is SDPBackend.EFFICIENT_ATTENTION else HALF
-    if 50 <= cc <= NEWEST and backend is SDPBackend.EFFICIENT_ATTENTION:
-        return (torch.float16, torch.float32)
-    return ()
+    if not 50 <= cc <= NEWEST:
+        return ()
+    if backend is EFFICIENT:
+        half = HALF if cc >= HALF_SINCE else (torch.float16,)
+        return (*half, torch.float32)
+    return HALF if cc >= HALF_SINCE else ()
 
 
 def takes_flash(cc: int, given: SDPAParams) -> bool:
     """FlashAttention-2, which pads heads to a multiple of 8."""
-    q, k, v = given.query, given.key, given.value
+    q = given.query
+    k = given.key
     if given.attn_mask is not None:
         return False
-    if not is_dense(given, dtypes(SDPBackend.FLASH_ATTENTION, cc), takes_groups=True):
+    if not is_dense(given, dtypes(FLASH, cc)) or not heads_match(given):
         return False
-    if not q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256:
+    if not q.shape[-1] == k.shape[-1] == given.value.shape[-1] <= WIDEST_HEAD:
         return False
     if given.is_causal and q.shape[-2] != k.shape[-2]:
         return False
     if IS_2_15 and max(q.shape[:2]) > MOST_BLOCKS:
         return False
-    return not (has_little_memory(cc) and trains(given)) or is_narrow(given)
-
-
-def has_little_memory(cc: int) -> bool:
-    """Cards whose processors hold less than the backward of wide heads needs."""
-    return 86 <= cc <= 89 or 120 <= cc <= NEWEST
+    has_little_memory = 86 <= cc <= 89 or cc >= 120
+    if has_little_memory and trains(given):
+        return is_narrow(given)
+    return True
 
 
 def is_narrow(given: SDPAParams) -> bool:
-    """Whether such cards compute the backward of FlashAttention."""
+    """Whether processors with little memory compute the backward of FlashAttention."""
     K = given.query.shape[-1]
     return K <= 192 or (K > 224 and not given.dropout)
 
 
 def takes_efficient(cc: int, given: SDPAParams) -> bool:
-    """The memory-efficient kernel."""
-    q, k, v = given.query, given.key, given.value
-    if not is_dense(given, dtypes(SDPBackend.EFFICIENT_ATTENTION, cc), takes_groups=IS_2_14):
+    """The memory-efficient kernel, which reads heads in pieces of up to 16 bytes."""
+    q = given.query
+    if not is_dense(given, dtypes(EFFICIENT, cc)):
         return False
-    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
+    if not heads_match(given, takes_groups=IS_2_14):
+        return False
+    if q.shape[-1] != given.key.shape[-1]:
+        return False
+    inputs = (q, given.key, given.value)
+    if any(x.stride(-1) != 1 for x in inputs):
         return False
     multiple = head_multiple(cc, q.dtype)
-    if IS_2_14 and cc >= HALF_SINCE and any(x.storage_offset() % multiple for x in (q, k, v)):
+    if any(x.shape[-1] % multiple for x in inputs):
         return False
-    widths = q.shape[-1], v.shape[-1]
-    return q.shape[-1] == k.shape[-1] and not any(K % multiple for K in widths)
+    checks_start = IS_2_14 and cc >= HALF_SINCE
+    return not checks_start or not any(x.storage_offset() % multiple for x in inputs)
 
 
 def head_multiple(cc: int, dtype: torch.dtype) -> int:
@@ -103,33 +112,33 @@ def head_multiple(cc: int, dtype: torch.dtype) -> int:
 
 
 def takes_math(cc: int, given: SDPAParams) -> bool:
+    """Plain products compute everything."""
     return True
 
 
 def takes_cudnn(cc: int, given: SDPAParams) -> bool:
     """cuDNN, as far as that depends on no version of it."""
-    taken = dtypes(SDPBackend.CUDNN_ATTENTION, cc)
-    if not is_dense(given, taken, takes_groups=True, alike=False):
+    if not is_dense(given, dtypes(CUDNN, cc)):
+        return False
+    if not heads_match(given, alike=False):
         return False
     if is_deterministic() or not is_plain_mask(given):
         return False
     if given.dropout * 16 % 1 or given.key.shape[-2] == 1:
         return False
-    widths = given.query.shape[-1], given.value.shape[-1]
-    if any(K % 8 for K in widths):
+    widths = (given.query.shape[-1], given.value.shape[-1])
+    if widths[0] % 8 or widths[1] % 8:
         return False
-    is_large = cc == 90 or cc // 10 == 10
-    return max(widths) <= 128 or (is_large and widths in wide_heads())
-
-
-def wide_heads() -> tuple[tuple[int, int], ...]:
-    """Dimensions above 128 of a query's head and of a value's."""
-    return ((192, 128), (256, 256)) if IS_2_15 else ((192, 128),)
+    if cc == 90 or cc // 10 == 10:
+        return max(widths) <= 128 or widths in WIDE_HEADS
+    return max(widths) <= 128
 
 
 def is_deterministic() -> bool:
-    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    return torch.are_deterministic_algorithms_enabled() and not only_warns
+    """Whether kernels that do not repeat their bits are forbidden."""
+    if torch.is_deterministic_algorithms_warn_only_enabled():
+        return False
+    return torch.are_deterministic_algorithms_enabled()
 
 
 def is_plain_mask(given: SDPAParams) -> bool:
@@ -137,51 +146,61 @@ def is_plain_mask(given: SDPAParams) -> bool:
     mask = given.attn_mask
     if mask is None:
         return True
-    whole = (*given.query.shape[:-1], given.key.shape[-2])[-mask.dim() :]
-    sizes = zip(mask.shape, whole, strict=False)
-    are_whole = all(size in (1, full) for size, full in sizes)
-    return mask.dim() in (2, 4) and are_whole and not mask.requires_grad
+    if mask.requires_grad or mask.dim() not in (2, 4):
+        return False
+    whole = (*given.query.shape[:-1], given.key.shape[-2])
+    sizes = zip(mask.shape, whole[-mask.dim() :], strict=True)
+    return all(size in (1, full) for size, full in sizes)
 
 
 def trains(given: SDPAParams) -> bool:
+    """Whether a backward follows."""
+    if not torch.is_grad_enabled():
+        return False
     inputs = (given.query, given.key, given.value)
-    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    return any(x.requires_grad for x in inputs)
 
 
-def is_dense(
-    given: SDPAParams, taken: tuple[torch.dtype, ...], takes_groups: bool, alike: bool = True
-) -> bool:
-    """Whether all have four dimensions, the same dtype, as many rows, matching heads and at least
-    one token, and lie without gaps inside a head.
-
-    taken: the dtypes; takes_groups: grouped heads; alike: keys have as many of them as values.
+def is_dense(given: SDPAParams, taken: tuple[torch.dtype, ...]) -> bool:
+    """Whether all have four dimensions, one of these dtypes, as many rows and at least one token,
+    and lie without gaps inside a head.
     """
-    q, k, v = given.query, given.key, given.value
-    if not q.dim() == k.dim() == v.dim() == 4 or not q.dtype == k.dtype == v.dtype:
+    inputs = (given.query, given.key, given.value)
+    if any(x.dim() != 4 or x.dtype != inputs[0].dtype for x in inputs):
         return False
-    if q.dtype not in taken or not q.shape[0] == k.shape[0] == v.shape[0]:
+    if inputs[0].dtype not in taken:
         return False
-    if not q.shape[2] or not k.shape[2] or not heads_match(given, takes_groups, alike):
+    if any(not x.shape[2] or len(x) != len(inputs[0]) for x in inputs):
         return False
-    if given.attn_mask is not None and given.attn_mask.stride(-1) != 1:
+    mask = given.attn_mask
+    if mask is not None and mask.stride(-1) != 1:
         return False
-    return q.shape[-1] == 1 or all(x.stride(-1) == 1 for x in (q, k, v))
+    return inputs[0].shape[-1] == 1 or all(x.stride(-1) == 1 for x in inputs)
 
 
-def heads_match(given: SDPAParams, takes_groups: bool, alike: bool) -> bool:
-    H, of_keys, of_values = (x.shape[1] for x in (given.query, given.key, given.value))
+def heads_match(
+    given: SDPAParams,
+    takes_groups: bool = True,
+    alike: bool = True,
+) -> bool:
+    """takes_groups: grouped heads; alike: keys have as many heads as values."""
+    H = given.query.shape[1]
+    of_keys = given.key.shape[1]
+    of_values = given.value.shape[1]
+    if alike and of_keys != of_values:
+        return False
     if given.enable_gqa and takes_groups:
-        divides = not H % of_keys and not H % of_values
-        return divides and (of_keys == of_values or not alike)
-    serves_all = IS_2_14 and of_keys == of_values == 1
-    return H == of_keys == of_values or serves_all
+        return H % of_keys == 0 and H % of_values == 0
+    if IS_2_14 and of_keys == of_values == 1:
+        return True
+    return H == of_keys == of_values
 
 
 TAKES: dict[SDPBackend, Callable[[int, SDPAParams], bool]] = {
-    SDPBackend.FLASH_ATTENTION: takes_flash,
-    SDPBackend.EFFICIENT_ATTENTION: takes_efficient,
-    SDPBackend.MATH: takes_math,
-    SDPBackend.CUDNN_ATTENTION: takes_cudnn,
+    FLASH: takes_flash,
+    EFFICIENT: takes_efficient,
+    MATH: takes_math,
+    CUDNN: takes_cudnn,
 }
 
 
@@ -190,14 +209,16 @@ TAKES: dict[SDPBackend, Callable[[int, SDPAParams], bool]] = {
 
 def allowed() -> list[SDPBackend]:
     """The kernels that the step allows, first choice first."""
-    is_allowed = {
-        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
-        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
-        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled(),
-    }
     order = torch._C._get_sdp_priority_order()
-    return sorted(filter(is_allowed.get, is_allowed), key=lambda one: order.index(int(one)))
+    settings = torch.backends.cuda
+    is_allowed = {
+        FLASH: settings.flash_sdp_enabled(),
+        EFFICIENT: settings.mem_efficient_sdp_enabled(),
+        MATH: settings.math_sdp_enabled(),
+        CUDNN: settings.cudnn_sdp_enabled(),
+    }
+    found = [backend for backend, is_on in is_allowed.items() if is_on]
+    return sorted(found, key=lambda backend: order.index(int(backend)))
 
 
 @contextlib.contextmanager
@@ -234,10 +255,11 @@ def written(x: Tensor) -> str:
 
 def in_words(given: SDPAParams) -> str:
     """What decides about kernels."""
-    heads = given.query.shape[1:2], given.key.shape[1:2]
     found = [written(given.query)]
-    found += ["grouped heads"] if heads[0] != heads[1] else []
-    found += ["under a mask"] if given.attn_mask is not None else []
+    if given.query.shape[:-2] != given.key.shape[:-2]:
+        found.append("grouped heads")
+    if given.attn_mask is not None:
+        found.append("under a mask")
     return ", ".join(found)
 
 
@@ -246,22 +268,24 @@ def may_be_cudnn(card: Card, given: SDPAParams) -> bool:
     nothing on a machine without a GPU knows.
     """
     backends = allowed()
-    is_unordered = backends == [backend for backend in PRIORITY if backend in backends]
-    is_preferred = card.cc // 10 in PREFER_CUDNN and SDPBackend.CUDNN_ATTENTION in backends
-    return is_unordered and is_preferred and takes_cudnn(card.cc, given)
+    if backends != [backend for backend in PRIORITY if backend in backends]:
+        return False
+    if CUDNN not in backends or card.cc // 10 not in PREFER_CUDNN:
+        return False
+    return takes_cudnn(card.cc, given)
 
 
 # ---- what the kernels allocate
 
 # operators -> the kernel that they are
 NAMED = {
-    "aten::_scaled_dot_product_flash_attention": SDPBackend.FLASH_ATTENTION,
-    "aten::_flash_attention_forward": SDPBackend.FLASH_ATTENTION,
-    "aten::_scaled_dot_product_efficient_attention": SDPBackend.EFFICIENT_ATTENTION,
-    "aten::_efficient_attention_forward": SDPBackend.EFFICIENT_ATTENTION,
-    "aten::_scaled_dot_product_cudnn_attention": SDPBackend.CUDNN_ATTENTION,
-    "torch_attn::_varlen_attn": SDPBackend.FLASH_ATTENTION,
-    "aten::_cudnn_attention_forward": SDPBackend.CUDNN_ATTENTION,
+    "aten::_scaled_dot_product_flash_attention": FLASH,
+    "aten::_flash_attention_forward": FLASH,
+    "aten::_scaled_dot_product_efficient_attention": EFFICIENT,
+    "aten::_efficient_attention_forward": EFFICIENT,
+    "aten::_scaled_dot_product_cudnn_attention": CUDNN,
+    "torch_attn::_varlen_attn": FLASH,
+    "aten::_cudnn_attention_forward": CUDNN,
 }
 
 
@@ -283,11 +307,17 @@ class Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if isinstance(attn_mask, CausalBias):
-            with patched({(F, "scaled_dot_product_attention"): self}):
-                return CausalBias._dispatch(
-                    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-                )
+        if type(attn_mask).__name__ == "CausalBias":
+            return self.under_bias(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale,
+                enable_gqa,
+            )
         tensors = (autocast(tensor) for tensor in (query, key, value, attn_mask))
         given = SDPAParams(*tensors, dropout_p, is_causal, enable_gqa)
         run = RUNS[self.backend(with_rows(given))]
@@ -298,7 +328,7 @@ class Attention:
     def backend(self, given: SDPAParams) -> SDPBackend:
         """The kernel that is taken."""
         found = chosen(self.card, given)
-        if found is not SDPBackend.CUDNN_ATTENTION and may_be_cudnn(self.card, given):
+        if found is not CUDNN and may_be_cudnn(self.card, given):
             self.may_be_cudnn = True
         return found
 
@@ -313,25 +343,41 @@ class Attention:
             "scaled_dot_product_attention, which takes one that the card has"
         )
 
+    def under_bias(self, *args) -> Tensor:
+        """Attention under a mask that PyTorch's own code makes, or leaves to a kernel."""
+        kind = type(args[3])
+        module = sys.modules[kind.__module__]
+        replaced = self.answers(module) | {(F, "scaled_dot_product_attention"): self}
+        with patched(replaced):
+            return kind._dispatch(*args)
+
+    def answers(self, module: types.ModuleType) -> Patches:
+        """What a module of PyTorch says about the kernels."""
+        return {
+            (module, name): functools.partial(self.can_use, backend)
+            for name, backend in ASKED.items()
+            if hasattr(module, name)
+        }
+
+    def can_use(
+        self,
+        backend: SDPBackend,
+        given: SDPAParams,
+        debug: bool = False,
+    ) -> bool:
+        return backend in allowed() and TAKES[backend](self.card.cc, given)
+
     def patches(self) -> Patches:
         """What PyTorch says to a step that asks for the kernels."""
-
-        def can_use(backend: SDPBackend):
-            def answer(given: SDPAParams, debug: bool = False) -> bool:
-                return backend in allowed() and TAKES[backend](self.card.cc, given)
-
-            return answer
-
-        found: Patches = {(torch.backends.cuda, "is_flash_attention_available"): lambda: True}
-        for name, backend in ASKED.items():
-            found |= {(owner, name): can_use(backend) for owner in (torch.backends.cuda, bias)}
-        return {place: answer for place, answer in found.items() if hasattr(*place)}
+        found = self.answers(torch.backends.cuda)
+        found[torch.backends.cuda, "is_flash_attention_available"] = lambda: True
+        return found
 
 
 ASKED = {
-    "can_use_flash_attention": SDPBackend.FLASH_ATTENTION,
-    "can_use_efficient_attention": SDPBackend.EFFICIENT_ATTENTION,
-    "can_use_cudnn_attention": SDPBackend.CUDNN_ATTENTION,
+    "can_use_flash_attention": FLASH,
+    "can_use_efficient_attention": EFFICIENT,
+    "can_use_cudnn_attention": CUDNN,
 }
 
 
@@ -359,33 +405,59 @@ def with_rows(given: SDPAParams) -> SDPAParams:
 def flash(given: SDPAParams, scale: float | None) -> Tensor:
     """FlashAttention, on heads that are padded to a multiple of 8."""
     K = given.query.shape[-1]
-    inputs = (given.query, given.key, given.value)
+    inputs = [given.query, given.key, given.value]
+    options = (given.dropout, given.is_causal)
     kernel = aten._scaled_dot_product_flash_attention
     if K % 8 == 0:
-        return kernel(*inputs, given.dropout, given.is_causal, scale=scale)[0]
-    padded = (F.pad(x, (0, 8 - K % 8)) for x in inputs)
-    scale = K**-0.5 if scale is None else scale
-    return kernel(*padded, given.dropout, given.is_causal, scale=scale)[0][..., :K]
+        return kernel(*inputs, *options, scale=scale)[0]
+    if scale is None:
+        scale = K**-0.5
+    padded = [F.pad(x, (0, 8 - K % 8)) for x in inputs]
+    out = kernel(*padded, *options, scale=scale)[0]
+    return out[..., :K]
 
 
 def efficient(given: SDPAParams, scale: float | None) -> Tensor:
     """The memory-efficient kernel under a mask of numbers, whose rows begin at multiples of 8."""
-    q, k, v = given.query, given.key, given.value
+    q = given.query
+    S = given.key.shape[2]
     mask = numbers(given.attn_mask, q.dtype)
     if mask is not None:
-        if any(step % 8 for step in mask.stride()[:-1]):
-            S = mask.shape[-1]
-            mask = F.pad(mask, (0, 8 - S % 8))[..., :S]
-        mask = mask.expand(*q.shape[:3], k.shape[2])
-    kernel = aten._scaled_dot_product_efficient_attention
-    return kernel(q, k, v, mask, trains(given), given.dropout, given.is_causal, scale=scale)[0]
+        mask = aligned(mask).expand(*q.shape[:3], S)
+    return with_mask(aten._scaled_dot_product_efficient_attention, given, mask, scale)
+
+
+def aligned(mask: Tensor) -> Tensor:
+    """The mask, or a copy in wider rows."""
+    if not any(step % 8 for step in mask.stride()[:-1]):
+        return mask
+    S = mask.shape[-1]
+    return F.pad(mask, (0, 8 - S % 8))[..., :S]
 
 
 def cudnn(given: SDPAParams, scale: float | None) -> Tensor:
-    q, k, v = given.query, given.key, given.value
-    mask = numbers(given.attn_mask, q.dtype)
-    kernel = aten._scaled_dot_product_cudnn_attention
-    return kernel(q, k, v, mask, trains(given), given.dropout, given.is_causal, scale=scale)[0]
+    mask = numbers(given.attn_mask, given.query.dtype)
+    return with_mask(aten._scaled_dot_product_cudnn_attention, given, mask, scale)
+
+
+def with_mask(
+    kernel: Callable,
+    given: SDPAParams,
+    mask: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    """The result of a kernel that keeps a sum per query if a backward follows."""
+    results = kernel(
+        given.query,
+        given.key,
+        given.value,
+        mask,
+        trains(given),
+        given.dropout,
+        given.is_causal,
+        scale=scale,
+    )
+    return results[0]
 
 
 def plain_products(given: SDPAParams, scale: float | None) -> Tensor:
@@ -393,16 +465,21 @@ def plain_products(given: SDPAParams, scale: float | None) -> Tensor:
     allowed otherwise, and the probabilities are kept. Scores take their mask in place, which they
     do not for tensors that have a mode. What a name holds here, PyTorch holds as long.
     """
-    q, k, v = (wide(x) for x in (given.query, given.key, given.value))
+    q = wide(given.query)
+    k = wide(given.key)
+    v = wide(given.value)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     root = math.sqrt(abs(factor))
     scaled = q * math.copysign(root, factor)
     mask = numbers(given.attn_mask, given.query.dtype)
     if given.is_causal:
         mask = numbers(q.new_ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(), q.dtype)
-    keys, values = k, v
+
+    keys = k
+    values = v
     if given.enable_gqa:
-        keys, values = (for_each_query_head(x, q.shape[-3]) for x in (k, v))
+        keys = for_each_query_head(k, q.shape[-3])
+        values = for_each_query_head(v, q.shape[-3])
     weights = scaled @ (keys.transpose(-2, -1) * root)
     if mask is not None:
         weights.add_(mask)
@@ -413,8 +490,10 @@ def plain_products(given: SDPAParams, scale: float | None) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    keeps = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    return x if keeps or x.dtype not in HALF else x.float()
+    """In fp32, unless the step allows half precision."""
+    if torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        return x
+    return x.float() if x.dtype in HALF else x
 
 
 def for_each_query_head(x: Tensor, heads: int) -> Tensor:
@@ -432,8 +511,8 @@ def numbers(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 RUNS: dict[SDPBackend, Callable[[SDPAParams, float | None], Tensor]] = {
-    SDPBackend.FLASH_ATTENTION: flash,
-    SDPBackend.EFFICIENT_ATTENTION: efficient,
-    SDPBackend.MATH: plain_products,
-    SDPBackend.CUDNN_ATTENTION: cudnn,
+    FLASH: flash,
+    EFFICIENT: efficient,
+    MATH: plain_products,
+    CUDNN: cudnn,
 }

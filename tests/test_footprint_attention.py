@@ -21,9 +21,18 @@ from longhaul.memory.simulate import simulate
 
 aten = torch.ops.aten
 GIB = 2**30
-HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-FLASH, EFFICIENT, CUDNN, MATH = "flash", "efficient", "cudnn", "math"
-AMPERE, ADA, HOPPER, TURING, VOLTA = "A100 80GB", "RTX 4090", "H100", "NVIDIA T4", "V100 16GB"
+HALF = torch.float16
+BF16 = torch.bfloat16
+FP32 = torch.float32
+FLASH = "flash"
+EFFICIENT = "efficient"
+CUDNN = "cudnn"
+MATH = "math"
+AMPERE = "A100 80GB"
+ADA = "RTX 4090"
+HOPPER = "H100"
+TURING = "NVIDIA T4"
+VOLTA = "V100 16GB"
 S = 4 * 2 * 256 * 256  # scores of `heads()`
 
 

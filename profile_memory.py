@@ -19,7 +19,7 @@ import torch
 
 from base.flags import PRECISIONS, RaisingParser, spellings
 from footprint import page
-from footprint.device import Demand, Placement
+from footprint.device import HALF_SINCE, Demand, Placement
 from footprint.snapshot import write_snapshot
 from footprint.tables import heading
 from footprint.trace import Trace
@@ -235,6 +235,7 @@ def main(args: list[str] | None = None) -> int:
             return door.main(words, say)
         cfg = cli.parse(flags_of(words), words, __doc__.splitlines()[0], start.completed)
         check_question(cfg)
+        check_kernels(cfg)
         with door.apart_from_json(cfg.json):
             return answer(cfg)
     except ValueError as error:
@@ -281,6 +282,22 @@ def check_question(cfg: Profiler):
             f"{cfg.searches} looks for what fits a GPU, and `python {cfg.PROGRAM} --plan` says "
             "what a CPU holds: drop --device cpu"
         )
+
+
+def check_kernels(cfg: Profiler):
+    """ValueError for a card that has no kernel for what would run on it."""
+    if not cfg.has_card or cfg.device == "cpu":
+        return
+    card = cfg.card()
+    if card.cc >= HALF_SINCE:
+        return
+    which = f"compute capability 8.0, and {card.name} has {card.cc / 10}"
+    trains = not isinstance(cfg, ProfileAnalysis)
+    remedy = "--dtype fp32 --kernels torch" if trains else "--dtype fp32"
+    if PRECISIONS[cfg.dtype] == "bfloat16":
+        raise ValueError(f"--dtype {cfg.dtype}: its attention needs {which}: give {remedy}")
+    if trains and cfg.kernels != "torch":
+        raise ValueError(f"--kernels {cfg.kernels}: longhaul's need {which}: give {remedy}")
 
 
 def predict(cfg: ProfileConfig) -> int:

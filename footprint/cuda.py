@@ -4,6 +4,7 @@ Each rule names its source in PyTorch. What no rule covers is listed by `not_mod
 operators that the step has run.
 """
 
+import functools
 import re
 from collections.abc import Callable
 
@@ -11,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from footprint.copies import HALF
+from footprint.attention import Attention
 from footprint.patches import patched
 from footprint.places import StepTracker
 from footprint.probe import LINEAR_ALGEBRA
 from footprint.trace import Trace
 
 aten = torch.ops.aten
-WIDEST_HEAD = 256  # of FlashAttention
 
 # pattern in "operator dtype" of a result -> what the prediction leaves out if the step makes it
 NOT_MODELLED = {
@@ -29,8 +29,8 @@ NOT_MODELLED = {
     "_fft_": "workspaces of cuFFT, and copies of what it transforms",
     "index_put": "scratch memory of index_put, which sorts indices",
     "masked_scatter_backward": "scratch memory of masked_scatter's backward, which selects",
+    "attention_for_cpu": "attention in torch.jit.script, whose kernel on a GPU is not known",
     "_efficient_attention": "scratch memory of the memory-efficient attention's backward",
-    "_flash_attention": "attention by cuDNN, which PyTorch prefers on some GPUs (9.0, 10.0)",
 }
 # the same on any device
 ANYWHERE = {
@@ -48,55 +48,10 @@ ON_A_CPU = {
     r"attention_for_cpu\S* (b?float16)": "keys and values that attention packs for the processor",
     r"\.is(inf|nan)\.": "comparisons with infinity",
 }
+CUDNN = "attention by cuDNN, which PyTorch prefers on some GPUs (9.0, 10.0)"
 AUTOCAST = "operators that autocast runs in another precision on CUDA than on a CPU"
 RECURRENT = "recurrent layers, which cuDNN runs in one kernel: taken as a CPU runs them"
 RANKS = "parameters that FSDP2 gathers ahead, and buckets that NCCL holds, on streams of their own"
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """FlashAttention in half precision without a mask, else the memory-efficient kernel, else the
-    plain products (aten/native/transformers/cuda/sdp_utils.cpp).
-    """
-    q, k, v, attn_mask = (_as_autocast(tensor) for tensor in (q, k, v, attn_mask))
-    half = q.dtype in HALF and q.shape[-1] <= WIDEST_HEAD
-    if half and attn_mask is None and q.dim() == 4:
-        flash = aten._scaled_dot_product_flash_attention
-        return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
-
-    grouped = q.dim() == 4 and q.shape[1] != k.shape[1]
-    if grouped or q.dim() != 4:
-        math = aten._scaled_dot_product_attention_math
-        return math(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
-    efficient = aten._scaled_dot_product_efficient_attention
-    keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    bias = _bias(attn_mask, q, k)
-    return efficient(q, k, v, bias, keeps, dropout_p, is_causal, scale=scale)[0]
-
-
-def _as_autocast(tensor: Tensor | None) -> Tensor | None:
-    """The tensor in the precision of autocast, which runs attention in it (autocast_mode.h)."""
-    if tensor is None or tensor.dtype != torch.float32 or not torch.is_autocast_enabled("cpu"):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype("cpu"))
-
-
-def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """A mask of booleans becomes numbers (aten/native/transformers/attention.cpp)."""
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        numbers = torch.zeros_like(mask, dtype=q.dtype)
-        mask = numbers.masked_fill_(mask.logical_not(), float("-inf"))
-    return mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -131,7 +86,7 @@ class FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
-def multi_head_attention(*args, **kwargs) -> tuple[Tensor, Tensor | None]:
+def multi_head_attention(attention: Attention, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
     """The function behind nn.MultiheadAttention, with the attention and the dropout of CUDA. It is
     written in Python, inside which PyTorch has modes for functions off.
     """
@@ -140,13 +95,18 @@ def multi_head_attention(*args, **kwargs) -> tuple[Tensor, Tensor | None]:
 
 
 MULTI_HEAD = F.multi_head_attention_forward
-# functions of PyTorch -> what they allocate on CUDA
-RULES: dict[Callable, Callable] = {
-    MULTI_HEAD: multi_head_attention,
-    F.scaled_dot_product_attention: attention,
-    F.dropout: dropout,
-    F.rms_norm: rms_norm,
-}
+
+
+def rules(attention: Attention) -> dict[Callable, Callable]:
+    """Functions of PyTorch -> what they allocate on CUDA."""
+    packet = torch.ops.aten.scaled_dot_product_attention
+    by_name = (F.scaled_dot_product_attention, packet, packet.default)
+    return {
+        **dict.fromkeys(by_name, attention),
+        MULTI_HEAD: functools.partial(multi_head_attention, attention),
+        F.dropout: dropout,
+        F.rms_norm: rms_norm,
+    }
 
 
 def not_modelled(trace: Trace, tracker: StepTracker, ranks: int) -> list[str]:
@@ -157,6 +117,8 @@ def not_modelled(trace: Trace, tracker: StepTracker, ranks: int) -> list[str]:
     found = [words for pattern, words in parts.items() if any(map(re.compile(pattern).search, ran))]
     if is_cuda and tracker.recurrent:
         found.append(RECURRENT)
+    if tracker.attention and tracker.attention.may_be_cudnn:
+        found.append(CUDNN)
     if is_cuda and tracker.autocast:
         found.append(AUTOCAST)
     if is_cuda and ranks > 1:

@@ -262,10 +262,12 @@ def installed_card(device: torch.device) -> Card | None:
     return card(max(found, key=lambda name: (name.split()[-1] in called, len(name))))
 
 
-def target_card(target: str) -> Card | None:
-    """The GPU of a target, "cuda" (an H100) or the name of one; None for "cpu". Refused for any
-    other.
+def target_card(target: str | Card) -> Card | None:
+    """The GPU of a target, "cuda" (an H100), the name of one or a card; None for "cpu". Refused for
+    any other.
     """
+    if isinstance(target, Card):
+        return target
     if target == "cpu":
         return None
     try:

@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
+from footprint.attention import Attention
 from footprint.device import multiplying_threads
 from footprint.memories import DEVICE, Memories
 from footprint.operators import corrected
@@ -74,10 +75,18 @@ class StepTracker(Tracker):
     gradients and optimizers.
     """
 
-    def __init__(self, workspace, fake: bool, known: KnownValues, depth: int = DEPTH):
+    def __init__(
+        self,
+        workspace,
+        fake: bool,
+        known: KnownValues,
+        depth: int = DEPTH,
+        attention: Attention | None = None,
+    ):
         super().__init__(workspace, fake)
         self.target = workspace.target
         self.known = known
+        self.attention = attention  # of a card
         self.memories = Memories(self)
         self.depth = depth
 
@@ -151,6 +160,8 @@ class StepTracker(Tracker):
         self.autocast = self.autocast or torch.is_autocast_enabled("cpu")
         if not self.fake:
             return func(*args, **kwargs)
+        if self.attention:
+            self.attention.check(func._schema.name, args)
         known = self.known.selected(func, args)
         if known is not None:
             return known

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
+from footprint.attention import Attention, NoKernel, settings_kept
 from footprint.batches import real_batches
-from footprint.cuda import RULES
+from footprint.cuda import rules
 from footprint.device import Card, target_card
 from footprint.measure import peak_of_last
 from footprint.operators import WITHOUT_MODE, FakeTensors
@@ -103,13 +104,13 @@ NO_ANSWERS: Mapping[str, object] = MappingProxyType({})
 def predict(
     build: Callable[[], State],
     step: Callable[[State], object],
-    target: str = "cuda",
+    target: str | Card = "cuda",
     world_size: int = 1,
     depth: int = DEPTH,
     answers: Mapping[str, object] = NO_ANSWERS,
 ) -> Report:
     """The memory of `step(build())` on the target, of one of `world_size` ranks. A target is "cpu",
-    "cuda" (an H100), or the name of a GPU, such as "RTX 4090".
+    "cuda" (an H100), the name of a GPU, such as "RTX 4090", or a footprint.device.Card.
 
     build() makes the model and the optimizer, on the CPU, and returns them in any form; step takes
     what it returned and runs one training step. depth: of the module names in stages. answers: the
@@ -144,7 +145,8 @@ def measure(build: Callable[[], State], step: Callable[[State], object]) -> int:
 
 def _tracker(card: Card | None, depth: int) -> StepTracker:
     workspaces = KernelWorkspaces("cuda") if card else GlooWorkspaces("cpu")
-    return StepTracker(workspaces, True, KnownValues(), depth)
+    attention = Attention(card) if card else None
+    return StepTracker(workspaces, True, KnownValues(), depth, attention)
 
 
 # ---- the step
@@ -242,8 +244,11 @@ def _on_fake_tensors(
 ) -> Iterator[None]:
     """Operators inside the `with` block allocate nothing and are recorded; errors are refusals."""
     patches = all_patches(tracker) | undisclosed() | written_as_json() | real_batches(tracker)
-    rules = WITHOUT_MODE | (RULES if card else {})
-    reading = Reading(tracker.known, answers, rules)
+    replaced = WITHOUT_MODE
+    if card:
+        patches |= tracker.attention.patches()
+        replaced = WITHOUT_MODE | rules(tracker.attention)
+    reading = Reading(tracker.known, answers, replaced)
     tracker.read_argument = reading.argument
     modes: list[TorchFunctionMode] = [reading]
     if card:
@@ -251,7 +256,7 @@ def _on_fake_tensors(
     fake_tensors = FakeTensors()
     tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo
     with_device = with_a_device(tracker, ranks, card) if card else contextlib.nullcontext()
-    with _refusing(), warnings.catch_warnings():
+    with _refusing(), settings_kept(), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*CUDA is not available.*Disabling")
         # on a CPU without CUDA, it really is disabled
         warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA")
@@ -267,6 +272,8 @@ def _refusing() -> Iterator[None]:
         yield
     except Connects as error:
         raise Refused(str(error)) from None
+    except NoKernel as error:
+        raise Refused(f"{place_of(error.__traceback__)}: {error}") from error
     except DynamicOutputShapeException as error:
         raise Refused(_words(error, "has a result whose shape depends on values")) from error
     except DataDependentOutputException as error:

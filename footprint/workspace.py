@@ -114,6 +114,14 @@ def flash_backward_cuda(threads: int, do_BHTK: Tensor, q_BHTK: Tensor, k_BGSK: T
     return _flash_backward(B * queries, B * H, H, K, keys, k_BGSK.element_size())
 
 
+def efficient_backward_cuda(threads: int, do_BHTK: Tensor, q_BHTK: Tensor, *kv: Tensor) -> int:
+    """With grouped heads, from PyTorch 2.14 on, dk and dv for each query head
+    (cuda/mem_eff_attention/kernel_backward.h).
+    """
+    groups = [x_BGSK for x_BGSK in kv[:2] if x_BGSK.shape[1] != q_BHTK.shape[1]]
+    return sum(x_BGSK.nbytes * q_BHTK.shape[1] // x_BGSK.shape[1] for x_BGSK in groups)
+
+
 def flash_backward_of_documents(
     threads: int,
     do_ZHK: Tensor,
@@ -252,6 +260,13 @@ def logsumexp(threads: int, x: Tensor, dims, *_) -> int:
     return x.nbytes + x.nbytes // max(1, summed)
 
 
+def safe_softmax(threads: int, x: Tensor, dim: int, *_) -> int:
+    """Whether each number is -inf, -inf itself, and whether a whole row is -inf
+    (aten/native/transformers/attention.cpp).
+    """
+    return x.numel() + x.element_size() + x.numel() // x.shape[dim]
+
+
 def masked_scatter_backward_cpu(threads: int, grad: Tensor, mask: Tensor, sizes) -> int:
     """As if every element of the source were taken: the mask as integers, to count them, and in
     parallel their sums, too; then the gradient with what it is filled up by.
@@ -276,6 +291,7 @@ def roll(threads: int, x: Tensor, shifts, dims=()) -> int:
 Declared = Callable[..., int]  # (threads, *args of the operator) -> bytes
 FLASH = "aten::_scaled_dot_product_flash_attention"
 CUDNN = "aten::_scaled_dot_product_cudnn_attention"
+EFFICIENT = "aten::_scaled_dot_product_efficient_attention"
 DECLARED: dict[str, dict[str, Declared]] = {
     "cpu": {
         FLASH + "_for_cpu": flash_forward_cpu,
@@ -295,12 +311,14 @@ DECLARED: dict[str, dict[str, Declared]] = {
     },
     "cuda": {
         FLASH + "_backward": flash_backward_cuda,
+        EFFICIENT + "_backward": efficient_backward_cuda,
         # cuDNN's frontend declares the same four: dq and sums per query in fp32, and with grouped
         # heads dk and dv of each query head
         CUDNN + "_backward": flash_backward_cuda,
         "aten::native_group_norm_backward": group_norm_backward_cuda,
         "aten::embedding_dense_backward": embedding_backward_cuda,
         "aten::sort": sort_cuda,
+        "aten::_safe_softmax": safe_softmax,
         "aten::_euclidean_dist": euclidean_distances,
         "aten::logsumexp": logsumexp,
         "aten::roll": roll,

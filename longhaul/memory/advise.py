@@ -148,18 +148,9 @@ def advise(task: str, asked: Request, card: Card, host_gib: float, say: Say) -> 
 
 
 def _notes(asked: Request, card: Card) -> list[str]:
-    if card.cc >= HALF_SINCE:
+    if card.cc >= HALF_SINCE or isinstance(asked, Plan):
         return []
-    notes = []
-    if asked.config.compute_dtype == "bfloat16":
-        native = "fp32" if isinstance(asked, Plan) else "fp16"
-        notes.append(
-            f"bf16 is emulated at capability {card.cc / 10} and slow (native from 8.0); "
-            f"the card computes {native} itself"
-        )
-    if isinstance(asked, Plan):
-        notes.append(
-            "the figures assume FlashAttention, which needs capability 8.0; half precision is not "
-            "advised on this card, because bf16 is emulated and fp16 needs a loss scaler"
-        )
-    return notes
+    return [
+        "in fp16 the figures assume FlashAttention, which needs capability 8.0: the kernel of "
+        "this card also holds keys and values for each query head"
+    ]

@@ -406,7 +406,8 @@ def _predicted(make: Callable, told: Callable, cfg: StepConfig) -> Report:
     """
     with _worded_for_the_shell(), told():
         build, step = make(cfg)
-        return predict(build, step, cfg.target, cfg.fsdp, cfg.depth, cfg.answers())
+        target = cfg.card() if cfg.cc else cfg.target
+        return predict(build, step, target, cfg.fsdp, cfg.depth, cfg.answers())
 
 
 # ---- a file

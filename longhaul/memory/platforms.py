@@ -9,10 +9,14 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from base.machine import Platform, running_on
+from footprint.attention import Attention
 from footprint.cuda import FusedRMSNorm
+from footprint.device import target_card
+from footprint.patches import Patches, patched
 from footprint.tracker import Tracker
 
 
@@ -48,7 +52,9 @@ class Hopper(Platform):
 
 
 class FakeCuda(Hopper, FakeCpu):
-    """A CUDA device: its fused kernels, and host memory that is not the device's."""
+    """A CUDA device: its fused kernels, and host memory that is not the device's. PyTorch chooses
+    the kernel of attention as footprint says.
+    """
 
     def device(self, x: Tensor) -> torch.device:
         return torch.device("cuda")
@@ -59,20 +65,6 @@ class FakeCuda(Hopper, FakeCpu):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return FusedRMSNorm.apply(x, weight)
 
-    def attention(
-        self,
-        q_BHTK: Tensor,
-        k_BGSK: Tensor,
-        v_BGSK: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """FlashAttention, which takes grouped heads as they are."""
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        o_BHTK, *_ = flash(q_BHTK, k_BGSK, v_BGSK, 0.0, is_causal)
-        return o_BHTK
-
     def host_memory(self) -> contextlib.AbstractContextManager:
         return self.tracker.on_host()
 
@@ -81,7 +73,10 @@ class FakeCuda(Hopper, FakeCpu):
 def predicting(target: str, tracker: Tracker, every_tile: bool = False) -> Iterator[None]:
     """Model code inside the `with` block runs as it would on the target device, "cpu" or "cuda"."""
     kind = FakeCuda if target == "cuda" else FakeCpu
-    with running_on(kind(tracker, every_tile)):
+    attention: Patches = {}
+    if target == "cuda":
+        attention[F, "scaled_dot_product_attention"] = Attention(target_card(target))
+    with running_on(kind(tracker, every_tile)), patched(attention):
         yield
 
 

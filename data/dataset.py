@@ -22,6 +22,7 @@ from data.manifest import Manifest, Shard
 from data.storage import Storage
 
 ENDLESS = 2**62  # tokens of a document: more than any has
+COUNT_TOKENS = 1 << 24  # marks are read so many at a time
 
 
 def open_dataset(path: Path | str, verify: bool = False) -> "Dataset":
@@ -110,6 +111,32 @@ class Split:
     def targets(self, document: int) -> np.ndarray:
         """The ids of a document that are targets of the loss."""
         return self._storage.targets(self._stored(document, 0, self.lengths[document]))
+
+    def count_targets(
+        self, document: np.ndarray, start: np.ndarray, length: np.ndarray
+    ) -> np.ndarray:
+        """The targets of pieces of documents, int64 [pieces]: of each piece, the learned tokens
+        that one of its tokens precedes in the document.
+        """
+        begin = self._begins[document] + start + 1
+        end = np.minimum(begin + length, self._begins[document] + self.lengths[document])
+        if not self.masked:
+            return end - begin
+
+        counts = np.zeros(len(begin), np.int64)
+        for shard, stored in enumerate(self._maps):
+            inside = np.flatnonzero(self._shards[document] == shard)
+            for first in range(0, len(stored), COUNT_TOKENS):
+                learned = self._storage.learned(stored[first : first + COUNT_TOKENS])
+                places = first + np.flatnonzero(learned)
+                counts[inside] += places.searchsorted(end[inside])
+                counts[inside] -= places.searchsorted(begin[inside])
+        return counts
+
+    def document_targets(self) -> np.ndarray:
+        """The targets of each document, int64 [documents]: its first token is none."""
+        documents = np.arange(self.num_documents)
+        return self.count_targets(documents, np.zeros_like(documents), self.lengths)
 
     def begins_learned(self) -> np.ndarray:
         """Whether the first token of each document is a target of the loss, bool [documents]."""

@@ -10,6 +10,7 @@ data/mixture.py those of several.
 """
 
 import copy
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,7 +19,7 @@ import numpy as np
 
 from data.dataset import Dataset
 from data.order import Ranges, permute, remaining_position
-from data.packing import EffectiveContext, Plan, effective_context, pack
+from data.packing import EffectiveContext, Plan, effective_context, pack, too_few_targets
 
 IGNORE = -100
 
@@ -211,6 +212,26 @@ class Loader(Order):
 
     # ---- what a user should know
 
+    @functools.cached_property
+    def row_targets(self) -> np.ndarray:
+        """How many labels of each row of the plan are not -100, int64 [rows]."""
+        plan = self.plan
+        return plan.row_sums(self.split.count_targets(plan.document, plan.start, plan.length))
+
+    def targets_in_words(self) -> str:
+        """The targets, with a semicolon before them; nothing if all tokens are learned, and every
+        row has some.
+        """
+        empty = int((self.row_targets == 0).sum())
+        if not (self.dataset.masked or empty):
+            return ""
+        words = f"; {self.row_targets.sum():,} tokens are targets of the loss"
+        return f"{words}, no targets in {empty:,} rows" if empty else words
+
+    def target_warning(self) -> str | None:
+        """A line to print if many rows have no target, else None."""
+        return too_few_targets(self.row_targets, self.split.lengths, self.context_length)
+
     def effective_context(self) -> EffectiveContext:
         """How much context the tokens of this split really have at this context length."""
         return effective_context(self.split.lengths, self.context_length)
@@ -221,13 +242,13 @@ class Loader(Order):
         return [
             f"data: {self.split.num_tokens:,} tokens, {self.rows_per_epoch:,} rows of "
             f"{self.context_length:,}, half of the tokens in pieces of {context.p50:,} or more; "
-            f"unigram entropy {self.split.unigram_entropy:.3f} nats"
+            f"unigram entropy {self.split.unigram_entropy:.3f} nats{self.targets_in_words()}"
         ]
 
     def warnings(self) -> list[str]:
-        """Whether the data cannot teach this context."""
-        warning = self.effective_context().warning
-        return [warning] if warning else []
+        """Whether the data cannot teach this context, and whether many rows teach nothing."""
+        found = (self.effective_context().warning, self.target_warning())
+        return [warning for warning in found if warning]
 
     def _explain_too_few_rows(self) -> str:
         rows = self.rows_per_epoch

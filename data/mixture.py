@@ -332,17 +332,24 @@ class Mixture(Order):
                 f"data: {float(part.share):7.2%} {part.name}: {loader.split.num_tokens:,} tokens, "
                 f"{loader.rows_per_epoch:,} rows of {self.context_length:,}, "
                 f"{epochs:.2f} epochs in {steps:,} steps; half of the tokens in pieces of "
-                f"{loader.effective_context().p50:,} or more"
+                f"{loader.effective_context().p50:,} or more{loader.targets_in_words()}"
             )
         return lines
 
     def warnings(self) -> list[str]:
-        """Whether the parts together cannot teach this context."""
+        """Whether the parts together cannot teach this context, and of which many rows teach
+        nothing.
+        """
         long_share = 0.0
         for part, loader in zip(self.parts, self.loaders, strict=True):
             long_share += float(part.share) * loader.effective_context().long_share
         warning = too_short(long_share, self.context_length)
-        return [warning] if warning else []
+        found = [warning] if warning else []
+        for part, loader in zip(self.parts, self.loaders, strict=True):
+            warning = loader.target_warning()
+            if warning:
+                found.append(f"{part.name}: {warning}")
+        return found
 
 
 def order(

@@ -15,6 +15,8 @@ import numpy as np
 CHUNK_DOCUMENTS = 1 << 18
 # with a smaller share of tokens in documents of half the context, the context is long in name only
 LONG_SHARE = 0.30
+# with a larger share of rows without a target, much of the training is in vain
+EMPTY_SHARE = 0.10
 
 
 # ---- the plan
@@ -45,6 +47,10 @@ class Plan:
         starts = self.start[pieces].tolist()
         lengths = self.length[pieces].tolist()
         return list(zip(documents, starts, lengths, strict=True))
+
+    def row_sums(self, figures: np.ndarray) -> np.ndarray:
+        """The sums [rows] of a figure [pieces] over the pieces of each row."""
+        return np.add.reduceat(figures, self.first[:-1])
 
     def padding(self) -> float:
         """The share of positions that hold no token."""
@@ -190,6 +196,30 @@ def too_short(long_share: float, context: int) -> str | None:
         f"context ({context // 2} tokens): this is not training at {context}; use "
         "longer documents (data.prepare --documents directory joins files) or a shorter "
         "--context_length"
+    )
+
+
+def too_few_targets(targets: np.ndarray, lengths: np.ndarray, context: int) -> str | None:
+    """A line to print if many rows teach nothing, else None.
+
+    targets: of each row; lengths: of the documents that the rows are packed from.
+    """
+    empty = int((targets == 0).sum())
+    share = empty / len(targets)
+    if share < EMPTY_SHARE:
+        return None
+
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    remedy = "prepare the data without documents that have no learned token"
+    if longest > context:
+        remedy = (
+            f"give a longer --context_length (documents have {shortest:,} to {longest:,} tokens)"
+        )
+        remedy += ", or" if shortest <= context else ", with or without"
+        remedy += " --whole_documents, which reads only documents that fit into a row"
+    return (
+        f"{empty:,} of {len(targets):,} rows of {context:,} tokens ({share:.0%}) have no target, "
+        f"because all of their labels are ignored, so they teach nothing: {remedy}"
     )
 
 

@@ -8,8 +8,11 @@ Without DIR, that of the embedded corpus.
                                 document before them, and what rows of that length hold: padding,
                                 the share of causal pairs that are inside a document, and the
                                 length of piece that half of the tokens have at least
+    targets                     of a dataset with a loss mask: the learned tokens, and for rows of
+                                each length how many have none
 
-A line says for which context lengths this is not training at that context. Exit codes: 0 done,
+A line says for which context lengths this is not training at that context, and at which many rows
+teach nothing. Exit codes: 0 done,
 2 bad input, 3 damaged data.
 """
 
@@ -26,7 +29,7 @@ from data.commands import exit_code
 from data.corpus import prepare_embedded
 from data.dataset import Dataset, Split, open_dataset
 from data.losses import Losses
-from data.packing import effective_context, pack
+from data.packing import effective_context, pack, too_few_targets
 
 CONTEXTS = tuple(2**power for power in range(10, 21))  # 1k to 1M
 PACKED = 2**17  # the longest rows that are packed
@@ -39,8 +42,21 @@ def summary(dataset: Dataset) -> list[str]:
         words = f"  {name}: {split.num_documents:,} documents, {split.num_tokens:,} tokens, "
         if split.source_bytes:
             words += f"{split.source_bytes / split.num_tokens:.2f} bytes/token, "
+        words += targets_in_words(split)
         lines.append(f"{words}unigram entropy {split.unigram_entropy:.3f} nats/token")
     return lines + Losses(**dataset.manifest.losses or {}).lines()
+
+
+def targets_in_words(split: Split) -> str:
+    """The targets of a split, with a comma behind them; nothing if all tokens are learned, and
+    every document has some.
+    """
+    targets = split.document_targets()
+    empty = int((targets == 0).sum())
+    if not (split.masked or empty):
+        return ""
+    none = f" (none in {empty:,} of the documents)" if empty else ""
+    return f"{targets.sum():,} of these are targets of the loss{none}, "
 
 
 def share_with_context(lengths: np.ndarray, context: int) -> float:
@@ -71,6 +87,26 @@ def contexts(lengths: np.ndarray) -> list[str]:
     return lines + warnings
 
 
+def targets(split: Split) -> list[str]:
+    """For each context how many rows have no target, and a warning if many have none; nothing if
+    every document has one token to learn after another.
+    """
+    if not split.masked and split.document_targets().all():
+        return []
+    lines = ["  context        rows   no targets   targets a row"]
+    warnings = []
+    for context in CONTEXTS:
+        if context > PACKED:
+            continue
+        plan = pack(split.lengths, context)
+        found = plan.row_sums(split.count_targets(plan.document, plan.start, plan.length))
+        empty = (found == 0).sum()
+        lines.append(f"{context:9,}   {plan.num_rows:9,}   {empty:10,}   {found.mean():13,.1f}")
+        warning = too_few_targets(found, split.lengths, context)
+        warnings += [f"warning: {warning}"] if warning else []
+    return lines + warnings
+
+
 def digests(split: Split) -> list[bytes]:
     """A hash of the ids of each document."""
     found = []
@@ -95,8 +131,8 @@ def copies(dataset: Dataset) -> list[str]:
 
 def report(dataset: Dataset) -> list[str]:
     """All figures in lines."""
-    lengths = dataset.split("train").lengths
-    return [*summary(dataset), *copies(dataset), *contexts(lengths)]
+    train = dataset.split("train")
+    return [*summary(dataset), *copies(dataset), *contexts(train.lengths), *targets(train)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -38,7 +38,7 @@ class Objective(Protocol):
 
     def loss(self, model: Decoder, micro: MicroBatch, divisor: Tensor) -> Tensor:
         """The micro-batch's share of the loss, 0-d: its sum / divisor, which is the sum of all
-        weights over micro-batches and ranks, and at least 1.
+        weights over micro-batches and ranks, or infinity if that is 0.
         """
 
     def tokens(self, micro: MicroBatch, ranks: int) -> int:
@@ -78,6 +78,7 @@ class TrainState:
     data: dict = field(default_factory=dict)  # the loader's state, as the checkpoint keeps it
     # what the layers measured in the newest step, on this rank, as `indexer.figures`
     figures: Tensor | None = None
+    weight: Tensor | None = None  # of the newest step, as `count_valid`
     listeners: list[Callable[[str], None]] = field(default_factory=list)  # of the step's stages
 
     def stage(self, name: str) -> None:
@@ -90,9 +91,10 @@ class TrainState:
 
 @dataclass
 class StepResult:
-    """One step's figures. `loss` and `grad_norm` are 0-d tensors of the host."""
+    """One step's figures. `loss`, `weight` and `grad_norm` are 0-d tensors of the host."""
 
-    loss: Tensor  # mean over the global valid tokens, nats
+    loss: Tensor | None  # mean over the global valid tokens, nats; None without any
+    weight: Tensor  # what it is the mean over: pretraining's global valid tokens
     grad_norm: Tensor  # before clipping
     lr: float
     # what the layers measured, by name; NaN if there was nothing to measure
@@ -221,6 +223,7 @@ def train_step(
 
     The loss is the sum over every rank's and micro-batch's tokens / global number of valid tokens,
     or what another objective makes of them.
+    A step without any valid token has no loss: all gradients are 0, and the optimizer takes them.
     FSDP2 averages gradients over ranks, so each rank's share is multiplied by their number before
     the backward. `must_stop()` is asked between micro-batches; if it is true, the step is given up,
     nothing has changed, and None is returned.
@@ -239,7 +242,9 @@ def gradients(
     model.validate = not state.checked
     state.checked = True
 
-    divisor = count_valid(batch, state).clamp(min=1).float()
+    state.weight = count_valid(batch, state)
+    # of a step that asks for nothing, the layers learn nothing by losses of their own, either
+    divisor = state.weight.float().masked_fill(state.weight == 0, torch.inf)
     total = torch.zeros((), device=state.device)
     set_learning_rate(state)
 
@@ -291,9 +296,10 @@ def update(state: TrainState, batch: list[MicroBatch], local_loss: Tensor) -> St
     # replicas may disagree about the norm, so the step is taken only if all ranks find it finite
     own = torch.stack([local_loss, norm.isfinite().float()])
     found = dist.all_sum(torch.cat([own, state.figures.flatten()]))
+    weight = state.weight
     if norm.device.type == "cuda":
         # all figures at once: the only time in a step that the host waits for the device
-        norm, *found = torch.cat([norm[None], found]).cpu()
+        norm, weight, *found = torch.cat([norm[None], weight[None], found]).cpu()
     loss, finite_ranks, *figures = found
     all_finite = norm.is_meta or bool(finite_ranks == state.world.size)
     if all_finite:
@@ -306,8 +312,10 @@ def update(state: TrainState, batch: list[MicroBatch], local_loss: Tensor) -> St
     state.step += 1
     ranks = state.world.size // cfg.context_ranks
     state.tokens += sum(state.objective.tokens(micro, ranks) for micro in batch)
+    has_loss = norm.is_meta or bool(weight > 0)
     return StepResult(
-        loss=loss,
+        loss=loss if has_loss else None,
+        weight=weight,
         grad_norm=norm,
         lr=state.optimizer.param_groups[0]["lr"],
         skipped=not all_finite,

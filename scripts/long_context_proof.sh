@@ -74,7 +74,7 @@ import json
 import sys
 
 records = [json.loads(line) for line in open(sys.argv[1])]
-losses = [record["loss"] for record in records if "loss" in record][-20:]
+losses = [record["loss"] for record in records if record.get("loss") is not None][-20:]
 print("yes" if sum(losses) / len(losses) < float(sys.argv[2]) else "no")
 PYTHON
 }

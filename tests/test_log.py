@@ -13,7 +13,7 @@ from longhaul.run import log
 from longhaul.run.health import recent_losses
 
 
-def record(step: int, loss: float = 3.0) -> dict:
+def record(step: int, loss: float | None = 3.0) -> dict:
     return dict(step=step, loss=loss, lr=1e-3, tokens_per_s=1234.5, mem_gib=0.5)
 
 
@@ -81,6 +81,19 @@ def test_a_terminal_gets_a_bar(logger, monkeypatch):
     shown.say("a line")
     assert "1/10" in screen.getvalue() and "\r" in screen.getvalue()
     assert "a line\n" in screen.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_step_without_a_loss_is_said_in_words(terminal, logger, tmp_path, monkeypatch):
+    screen = io.StringIO()
+    screen.isatty = lambda: terminal
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr("sys.stderr", screen)
+    shown = logger(last_step=1)
+    shown.step(record(1, None))
+    shown.progress.close()
+    assert "no targets" in screen.getvalue() and "loss" not in screen.getvalue()
+    assert records(tmp_path)[0]["loss"] is None
 
 
 def test_a_validation_is_a_record_without_a_steps_loss(logger, tmp_path, capsys):

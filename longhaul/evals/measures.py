@@ -211,14 +211,27 @@ class Measures:
 
 
 def _losses(corpora: Sequence[Corpus], asked: Asked) -> dict[str, Measure]:
-    """Validation loss and losses by position, of every corpus. ValueError if none has rows."""
+    """Validation loss and losses by position, of every corpus. ValueError if none has rows with
+    targets.
+    """
     prepared = {}
+    empty = []
     for corpus in corpora:
-        if _validation(corpus, asked) is not None:
-            rows = position.Rows(
-                corpus.dataset, asked.context_length, asked.rows, asked.seed, asked.documents
-            )
+        if _validation(corpus, asked) is None:
+            continue
+        rows = position.Rows(
+            corpus.dataset, asked.context_length, asked.rows, asked.seed, asked.documents
+        )
+        if rows:
             prepared[corpus.name] = functools.partial(_measure_losses, rows)
+        else:
+            empty.append(rows.loader)
+    if not prepared and empty:
+        raise ValueError(
+            f"none of the {sum(loader.rows_per_epoch for loader in empty):,} validation rows of "
+            f"{asked.context_length:,} tokens has a target, because all labels are ignored: give a "
+            "longer context, or prepare the data with a larger --val_fraction"
+        )
     if not prepared:
         raise ValueError(
             "there are no validation documents, or none that rows are packed from: prepare the "

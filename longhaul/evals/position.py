@@ -6,8 +6,9 @@ the same ones at every context length; the first holds the positions below FLOOR
 Letters: D documents, E buckets, T tokens of a row, N tokens with a label.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,8 +29,8 @@ SHOWN = 8  # buckets of the line on screen: the first ones are merged until so m
 
 
 class Rows(Sequence[Item]):
-    """The first `count` rows of a dataset's validation split, read when they are asked for; with
-    `lengths`, only of the documents of so many tokens.
+    """The first `count` rows of a dataset's validation split that have a target, read when they are
+    asked for; with `lengths`, only of the documents of so many tokens.
 
     The rows depend on the context length and the seed only, not on the number of ranks.
     """
@@ -44,21 +45,27 @@ class Rows(Sequence[Item]):
     ):
         self.loader = Loader(dataset, context_length, 1, seed=seed, split="val", lengths=lengths)
         self.context_length = context_length
-        self.count = min(count, self.loader.rows_per_epoch)
+        self.places = list(itertools.islice(self._with_targets(), count))
+
+    def _with_targets(self) -> Iterator[int]:
+        """The positions of the rows that have a target."""
+        for position in range(self.loader.rows_per_epoch):
+            if self.loader.row_targets[self.loader.row_index(position)]:
+                yield position
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.places)
 
     def __getitem__(self, index: int) -> Item:
         """A row of packed documents as the model takes it."""
-        if not 0 <= index < self.count:
-            raise IndexError(f"row {index} of {self.count}")
-        batch = self.loader.rows([index])
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        batch = self.loader.rows([self.places[index]])
         return Item(*(torch.from_numpy(part) for part in batch))
 
     def pieces(self, index: int) -> list[tuple[int, int, int]]:
         """(document of the split, its first token, number of tokens) of each piece of a row."""
-        return self.loader.plan.row(self.loader.row_index(index))
+        return self.loader.plan.row(self.loader.row_index(self.places[index]))
 
     def documents(self, index: int) -> NDArray:
         """The document of the split of each token of a row, without its padding: int64 [T]."""
@@ -171,8 +178,8 @@ class Losses:
 
     @property
     def loss(self) -> float:
-        """The validation loss in nats per token; NaN if no token has a label."""
-        return float(self.sums_DE.sum() / self.tokens) if self.tokens else math.nan
+        """The validation loss in nats per token."""
+        return float(self.sums_DE.sum() / self.tokens)
 
     @cached_property
     def interval(self) -> Interval:

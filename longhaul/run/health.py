@@ -2,7 +2,7 @@
 
 A step whose gradient is NaN or infinite on any rank changes no weight on any (step.train_step);
 here it is counted, and its rows are written to a file. A loss spike is reported with the command
-that trains around it.
+that trains around it. A step without targets tells nothing of the weights.
 """
 
 import json
@@ -64,20 +64,16 @@ class Spikes:
 
 def recent_losses(log: Path, step: int) -> list[float]:
     """The last losses of metrics.jsonl up to `step`, for a resumed run's window."""
-    if not log.exists():
-        return []
-    with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - 1024 * WINDOW))
-        lines = file.read().splitlines()
-
-    # the first line is cut where reading began, and the last one where a run was killed
-    whole = [line for line in lines if line.startswith(b"{") and line.endswith(b"}")]
-    records = [json.loads(line) for line in whole]
-    return [
-        record["loss"]
-        for record in records
-        if record.get("loss") is not None and record["step"] <= step  # a validation has none
-    ]
+    losses: deque[float] = deque(maxlen=WINDOW)
+    lines = log.read_bytes().splitlines() if log.exists() else []
+    for line in lines:
+        if not line.endswith(b"}"):  # cut where a run was killed
+            continue
+        record = json.loads(line)
+        # a validation has none, nor has a step without targets
+        if record.get("loss") is not None and record["step"] <= step:
+            losses.append(record["loss"])
+    return list(losses)
 
 
 # ---- the watch over a run
@@ -100,17 +96,21 @@ class Health:
         self.command = command
         # steps, counted from 1 as the log does; in the checkpoint's manifest
         self.skipped = list(skipped)
+        self.idle: list[int] = []  # steps without targets, since the run went on
         self.spikes = Spikes(recent_losses(folder / "metrics.jsonl", state.step))
 
-    def after(self, result: StepResult, say: Say) -> dict[str, float]:
+    def after(self, result: StepResult, say: Say) -> dict[str, float | None]:
         """Look at the step that was just done; returns figures for the log. NumericalHalt if the
         run must not go on.
         """
         step = self.state.step
-        loss = float(result.loss)
         if result.skipped:
             self._skip(say)
+        if result.loss is None:
+            self.idle.append(step)
+            return {"spike": None}
 
+        loss = float(result.loss)
         score = self.spikes.score(loss)
         if score > self.state.cfg.LOSS_SPIKE:
             rows = self.rows(step)
@@ -157,15 +157,20 @@ class Health:
             others = sorted(named.parent.glob("step-????????"))
             found = [path for path in others if path.name <= named.name]
         found += sorted(self.folder.glob("step-????????"))
-        taken = last_taken(self.state.step, self.skipped)
+        taken = self._last_taken()
         return [path for path in found if int(path.name[5:]) < taken]
+
+    def _last_taken(self) -> int:
+        """The newest step that had targets and a finite gradient."""
+        return last_taken(self.state.step, {*self.skipped, *self.idle})
 
     def _may_be_broken(self) -> bool:
         """Whether the weights may be at fault and not the rows: several steps were skipped one
         after the other, or the first one that was.
         """
-        step = self.state.step
-        return step - last_taken(step, self.skipped) > 1 or self.skipped == [step]
+        taken = self._last_taken()
+        in_turn = [step for step in self.skipped if step > taken]
+        return len(in_turn) > 1 or self.skipped == [self.state.step]
 
     def rows(self, *steps: int) -> tuple[str, ...]:
         """The rows of these steps as ranges of the order."""

@@ -1,7 +1,8 @@
 """What a run reports: metrics.jsonl, TensorBoard, progress, tokens/s, MFU and memory.
 
 metrics.jsonl has an object per line, of two kinds: one of every step, which has the key "loss", and
-one of every validation, which has "validation_loss" instead. eval.jsonl has an object for every
+one of every validation, which has "validation_loss" instead. The loss of a step is null if it has
+no targets ("targets" is 0), or if it is no finite number. eval.jsonl has an object for every
 evaluation, with all its figures. Progress is a bar on a terminal, and plain lines in a file or a
 pipe.
 
@@ -77,6 +78,13 @@ def watched(record: dict) -> str:
     return "".join(found)
 
 
+def loss_in_words(record: dict, digits: int) -> str:
+    """The loss of a step, unless it has no targets."""
+    if record["loss"] is None:
+        return "no targets"
+    return f"loss {record['loss']:.{digits}f}"
+
+
 # ---- progress on screen
 
 
@@ -98,7 +106,7 @@ class Bar:
     def step(self, record: dict):
         """Move on to the step of this record."""
         self.bar.set_postfix_str(
-            f"loss {record['loss']:.3f}, {watched(record)}"
+            f"{loss_in_words(record, 3)}, {watched(record)}"
             f"{record['tokens_per_s']:,.0f} tokens/s, "
             f"{record['mem_gib']:.2f} GiB",
             refresh=False,
@@ -133,7 +141,7 @@ class Lines:
             return
         self.shown = now
         self.say(
-            f"step {step} of {self.last_step}: loss {record['loss']:.4f}, "
+            f"step {step} of {self.last_step}: {loss_in_words(record, 4)}, "
             f"{watched(record)}lr {record['lr']:.3g}, "
             f"{record['tokens_per_s']:,.0f} tokens/s, {record['mem_gib']:.2f} GiB, "
             f"{self._time_left(step)} left"

@@ -65,12 +65,14 @@ class Pretraining:
             return
         self.scorer = ModelScorer(self.state.model, self.state.device)
         self.measures = Measures(ready.corpora, Asked.of(ready.cfg, ready.config.vocab_size))
+        if "loss" in self.measures.impossible:
+            log.say(f"no validation loss: {self.measures.impossible['loss']}")
         validated = self.measures.prepared.get("loss")
         for corpus in ready.corpora:
             if validated is not None and corpus.name not in validated:
                 log.say(
                     f"no validation of {corpus.name}: it has no validation split, or no document "
-                    "in it that rows are packed from"
+                    "in it that rows are packed from, or no row of these has a target"
                 )
 
     def load(self, index: int) -> tuple[Batch, list[MicroBatch]]:
@@ -86,7 +88,8 @@ class Pretraining:
         seconds: float,
     ):
         ready = self.ready
-        record["perplexity"] = perplexity(float(result.loss))
+        record["perplexity"] = None if record["loss"] is None else perplexity(record["loss"])
+        record["targets"] = int(result.weight)
         record["mfu"] = mfu(ready.config, loaded, ready.cfg.context_ranks, seconds, ready.device)
         for name, seen in ready.loader.tokens_seen(self.state.step).items():
             record[f"tokens/{name}"] = seen

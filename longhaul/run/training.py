@@ -194,7 +194,7 @@ class Step(NamedTuple):
     """What a step gave, for its record."""
 
     result: StepResult
-    loss: float
+    loss: float | None  # None without any target
     loaded: object  # the batch, as its source wants it
     tokens: int  # of all ranks
     seconds: float
@@ -330,7 +330,7 @@ class Run:
         if result is None:
             return False
 
-        loss = float(result.loss)
+        loss = None if result.loss is None else float(result.loss)
         end = time.perf_counter()
         state.data = self.ready.loader.state(state.step)
         seen = Step(result, loss, loaded, state.tokens - tokens, end - start)

@@ -220,8 +220,8 @@ def same_end(out: Path, whole: Path) -> bool:
     return final_bits(out) == final_bits(whole) and losses(out) == losses(whole)
 
 
-def losses(out: Path) -> list[float]:
-    """Every step's loss."""
+def losses(out: Path) -> list[float | None]:
+    """The loss of every step; None without labels."""
     return [record["loss"] for record in steps(out / "metrics.jsonl")]
 
 

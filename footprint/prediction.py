@@ -22,8 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from footprint.batches import real_batches
-from footprint.cuda import RULES
+from footprint.cuda import RULES, FastPathOfCuda
 from footprint.device import Card, target_card
+from footprint.fast_path import FastPath
 from footprint.measure import peak_of_last
 from footprint.operators import WITHOUT_MODE, FakeTensors
 from footprint.outside import Connects, all_patches
@@ -242,7 +243,9 @@ def _on_fake_tensors(
 ) -> Iterator[None]:
     """Operators inside the `with` block allocate nothing and are recorded; errors are refusals."""
     patches = all_patches(tracker) | undisclosed() | written_as_json() | real_batches(tracker)
-    rules = WITHOUT_MODE | (RULES if card else {})
+    fast_path = FastPathOfCuda(tracker.known) if card else FastPath(tracker.known)
+    tracker.kernels = fast_path.kernels()
+    rules = WITHOUT_MODE | fast_path.rules() | (RULES if card else {})
     reading = Reading(tracker.known, answers, rules)
     tracker.read_argument = reading.argument
     modes: list[TorchFunctionMode] = [reading]

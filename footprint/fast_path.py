@@ -1,0 +1,182 @@
+"""nn.TransformerEncoder and nn.MultiheadAttention without gradients: PyTorch runs each layer as one
+operator, its fast path, whose kernel is written in other operators, which a tracker can see.
+
+Rows that a padding mask makes shorter lie one after another there, as a nested tensor, which no
+fake tensor can be: `Ragged` stands for it. B rows of up to T tokens, N tokens of all rows, D width,
+H heads, K head dim.
+
+Sources: aten/native/transformers/{transformer,attention}.cpp and cuda/attention.cu,
+aten/native/nested/{NestedTensorMath,NestedTensorTransformerFunctions}.cpp.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch.utils._python_dispatch import _disable_current_modes
+
+from footprint.refusal import Refused, place
+from footprint.trace import rounded_up
+from footprint.values import KnownValues
+
+aten = torch.ops.aten
+LAYER = aten._transformer_encoder_layer_fwd.default
+ATTENTION = aten._native_multi_head_attention.default
+IN_PARALLEL = 2**15  # elements that several threads select from
+
+
+class Ragged(Tensor):
+    """Rows of a batch without their padding; only the fast path takes them."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    is_nested = True
+
+    @staticmethod
+    def __new__(cls, tokens_ND: Tensor, lengths: list[int]):
+        shape = len(lengths), max(lengths), tokens_ND.shape[1]
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=tokens_ND.dtype)
+
+    def __init__(self, tokens_ND: Tensor, lengths: list[int]):
+        self.tokens_ND = tokens_ND
+        self.lengths = lengths
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise Refused(
+            f"{place()}: nn.TransformerEncoder takes the padding of src_key_padding_mask away, and "
+            f"{func} of the nested tensor that is left is not predicted: give the encoder "
+            "enable_nested_tensor=False"
+        )
+
+
+class FastPath:
+    """The operators of the fast path on a CPU."""
+
+    rounds_to = 1  # the longest row is padded to a multiple of it
+
+    def __init__(self, known: KnownValues):
+        self.known = known
+        self.lengths: list[int] = []  # of the ragged rows that a layer runs on
+
+    def rules(self) -> dict[Callable, Callable]:
+        """Function -> what runs it by others, which autocast changes: it knows nothing of the layer
+        itself.
+        """
+        return {torch._transformer_encoder_layer_fwd: self.layer}
+
+    def kernels(self) -> dict[object, Callable]:
+        """Operator -> what runs it by others."""
+        return {
+            LAYER: self.layer,
+            ATTENTION: self.attention,
+            aten._nested_tensor_from_mask_left_aligned.default: self.is_left_aligned,
+            aten._nested_tensor_from_mask.default: self.without_padding,
+            aten.to_padded_tensor.default: self.with_padding,
+        }
+
+    def layer(self, src: Tensor, *args) -> Tensor:
+        if not isinstance(src, Ragged):
+            return LAYER._op_dk(DispatchKey.CPU, src, *args)
+        self.lengths = src.lengths
+        try:
+            made = LAYER._op_dk(DispatchKey.CPU, src.tokens_ND[None], *args)
+        finally:
+            self.lengths = []
+        return Ragged(made[0], src.lengths)
+
+    def attention(self, query: Tensor, *args) -> tuple[Tensor, Tensor | None]:
+        """The result, and the weights if they are wanted."""
+        if not self.lengths:
+            return ATTENTION._op_dk(DispatchKey.CPU, query, *args)
+        _, _, _, heads, *weights = args[:8]
+        return self._ragged_attention(query[0], heads, *weights)[None], None
+
+    # ---- ragged rows
+
+    def is_left_aligned(self, x: Tensor, mask_BT: Tensor) -> bool:
+        """Whether the mask, True for tokens, leaves out the ends of rows only."""
+        tokens = self._values(mask_BT)
+        with _disable_current_modes():
+            lengths = tokens.sum(1, keepdim=True)
+            return torch.equal(tokens, torch.arange(tokens.shape[1]) < lengths)
+
+    def without_padding(self, x_BTD: Tensor, mask_BT: Tensor, mask_check: bool = True) -> Ragged:
+        tokens = self._values(mask_BT)
+        with _disable_current_modes():
+            lengths = tokens.sum(1).tolist()
+        return Ragged(self._selected(x_BTD, lengths), lengths)
+
+    def with_padding(self, ragged: Ragged, value: float, size: list[int]) -> Tensor:
+        padded = self._padded(ragged.tokens_ND, ragged.lengths)
+        return _padded_to(padded, size)
+
+    def _values(self, mask_BT: Tensor) -> Tensor:
+        """The mask with its values; if they are not known, no token is left out."""
+        known = self.known.of(mask_BT)
+        if known is None:
+            self.known.suppose(f"{place()} masks no token")
+            with _disable_current_modes():
+                return torch.ones(mask_BT.shape, dtype=torch.bool)
+        if self.known.is_drawn(mask_BT):
+            self.known.suppose(f"the tokens that {place()} masks are those of one draw")
+        with _disable_current_modes():
+            return known.expand(mask_BT.shape)
+
+    def _ragged_attention(
+        self, x_ND: Tensor, heads: int, qkv: Tensor, bias: Tensor, out: Tensor, out_bias: Tensor
+    ) -> Tensor:
+        q_BHTK, k_BHTK, v_BHTK = self._projected(x_ND, qkv, heads)
+        B, H, T, K = q_BHTK.shape
+        q, k, v = (part.view(B * H, T, K) for part in (q_BHTK, k_BHTK, v_BHTK))
+
+        scores = self._softmax(torch.bmm(q, k.transpose(1, 2)).view(B, H, T, T))
+        torch.bmm(scores.view(B * H, T, T), v, out=q)  # queries are not needed any more
+        del scores
+        return torch.addmm(out_bias, self._joined(q_BHTK), out.t())
+
+    def _projected(self, x_ND: Tensor, qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
+        """Queries, keys and values, padded, in one storage."""
+        projected = torch.mm(x_ND, qkv.t())
+        padded = self._padded(projected, self.lengths)  # held while the result is made
+        T = rounded_up(max(self.lengths), self.rounds_to)
+        K = x_ND.shape[1] // heads
+        made = x_ND.new_empty((3, len(self.lengths), heads, T, K))
+        del padded
+        return made.unbind()
+
+    def _softmax(self, scores: Tensor) -> Tensor:
+        """Row by row, without the padding."""
+        result = torch.empty_like(scores)
+        for row, length in enumerate(self.lengths):
+            result[row, :, :length, :length] = scores[row, :, :length, :length].softmax(-1)
+        return result
+
+    def _joined(self, x_BHTK: Tensor) -> Tensor:
+        """All tokens, with their heads next to each other."""
+        return self._selected(x_BHTK.transpose(1, 2).contiguous().flatten(2), self.lengths)
+
+    def _padded(self, tokens_ND: Tensor, lengths: list[int]) -> Tensor:
+        longest = max(lengths), tokens_ND.shape[1]
+        return torch.stack([_padded_to(row, longest) for row in tokens_ND.split(lengths)])
+
+    def _selected(self, x_BTD: Tensor, lengths: list[int]) -> Tensor:
+        """The tokens of all rows, selected by a mask of numbers."""
+        B, T, D = x_BTD.shape
+        ones = [x_BTD.new_ones((length, D), dtype=torch.bool) for length in lengths]
+        masks = [_padded_to(ones.pop(0), (T, D)) for _ in lengths]
+        mask = torch.stack(masks)
+        mask.sum()
+        made = x_BTD.new_empty((sum(lengths), D))
+        if torch.get_num_threads() > 1 and x_BTD.numel() >= IN_PARALLEL:
+            places = [x_BTD.new_empty(x_BTD.shape, dtype=torch.int64) for _ in range(2)]
+            del places
+        return made
+
+
+def _padded_to(x: Tensor, size) -> Tensor:
+    """A copy, zeros behind it."""
+    padding: list[int] = []
+    for given, wanted in zip(reversed(x.shape), reversed(size), strict=True):
+        padding += [0, wanted - given]
+    return aten.constant_pad_nd(x, padding)

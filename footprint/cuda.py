@@ -175,8 +175,8 @@ class FastPathOfCuda(FastPath):
         attended = attention(*parts).transpose(1, 2).flatten(2)
         return F.linear(attended, out, out_bias), None
 
-    def with_padding(self, ragged: Ragged, value: float, size: list[int]) -> Tensor:
-        return ragged.tokens_ND.new_empty(size)
+    def _restored(self, ragged: Ragged, size: list[int] | None) -> Tensor:
+        return ragged.tokens_ND.new_empty(size or ragged.shape)
 
     def _softmax(self, scores: Tensor) -> Tensor:
         mask = scores.new_empty((scores.shape[0], scores.shape[2]), dtype=torch.bool)
@@ -186,7 +186,8 @@ class FastPathOfCuda(FastPath):
         return self._selected(x_BHTK.transpose(1, 2).flatten(2), self.lengths)
 
     def _padded(self, tokens_ND: Tensor, lengths: list[int]) -> Tensor:
-        """Nothing: the kernel pads as it reads."""
+        """As they are: the kernel pads as it reads."""
+        return tokens_ND
 
     def _selected(self, x_BTD: Tensor, lengths: list[int]) -> Tensor:
         return x_BTD.new_empty((sum(lengths), x_BTD.shape[2]))

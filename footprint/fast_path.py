@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch.utils._python_dispatch import _disable_current_modes
 
-from footprint.refusal import Refused, place
+from footprint.refusal import NO_NESTED, Refused, place
 from footprint.trace import rounded_up
 from footprint.values import KnownValues
 
@@ -107,9 +107,10 @@ class FastPath:
             lengths = tokens.sum(1).tolist()
         return Ragged(self._selected(x_BTD, lengths), lengths)
 
-    def with_padding(self, ragged: Ragged, value: float, size: list[int]) -> Tensor:
-        padded = self._padded(ragged.tokens_ND, ragged.lengths)
-        return _padded_to(padded, size)
+    def with_padding(self, ragged: Tensor, value: float, size: list[int] | None = None) -> Tensor:
+        if not isinstance(ragged, Ragged):
+            raise Refused(f"{place()}: {NO_NESTED}")
+        return self._restored(ragged, size)
 
     def _values(self, mask_BT: Tensor) -> Tensor:
         """The mask with its values; if they are not known, no token is left out."""
@@ -156,22 +157,28 @@ class FastPath:
         """All tokens, with their heads next to each other."""
         return self._selected(x_BHTK.transpose(1, 2).contiguous().flatten(2), self.lengths)
 
+    def _restored(self, ragged: Ragged, size: list[int] | None) -> Tensor:
+        padded = self._padded(ragged.tokens_ND, ragged.lengths)
+        return _padded_to(padded, size or padded.shape)
+
     def _padded(self, tokens_ND: Tensor, lengths: list[int]) -> Tensor:
         longest = max(lengths), tokens_ND.shape[1]
         return torch.stack([_padded_to(row, longest) for row in tokens_ND.split(lengths)])
 
     def _selected(self, x_BTD: Tensor, lengths: list[int]) -> Tensor:
         """The tokens of all rows, selected by a mask of numbers."""
-        B, T, D = x_BTD.shape
-        ones = [x_BTD.new_ones((length, D), dtype=torch.bool) for length in lengths]
-        masks = [_padded_to(ones.pop(0), (T, D)) for _ in lengths]
-        mask = torch.stack(masks)
-        mask.sum()
-        made = x_BTD.new_empty((sum(lengths), D))
+        masks = [_mask_of_row(x_BTD[0], length) for length in lengths]
+        held = [torch.stack(masks)]
+        held[0].sum()
+        made = x_BTD.new_empty((sum(lengths), x_BTD.shape[2]))
         if torch.get_num_threads() > 1 and x_BTD.numel() >= IN_PARALLEL:
-            places = [x_BTD.new_empty(x_BTD.shape, dtype=torch.int64) for _ in range(2)]
-            del places
+            held += [x_BTD.new_empty(x_BTD.shape, dtype=torch.int64) for _ in range(2)]
         return made
+
+
+def _mask_of_row(row_TD: Tensor, length: int) -> Tensor:
+    tokens = row_TD.new_ones((length, row_TD.shape[1]), dtype=torch.bool)
+    return _padded_to(tokens, row_TD.shape)
 
 
 def _padded_to(x: Tensor, size) -> Tensor:

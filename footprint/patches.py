@@ -67,7 +67,8 @@ def switched_on(modes: list[TorchFunctionMode]) -> Iterator[None]:
 
     def has_torch_function(given) -> bool:
         others = [mode for mode in _get_current_function_mode_stack() if mode not in modes]
-        return bool(others or torch.overrides._get_overloaded_args(given))
+        subclasses = [value for value in given if type(value) is not torch.Tensor]
+        return bool(others or torch.overrides._get_overloaded_args(subclasses))
 
     patches = {
         (torch.autograd, "_engine_run_backward"): run_with_modes,

@@ -32,7 +32,7 @@ from footprint.owners import adopt, label, move_data
 from footprint.patches import patched, switched_on
 from footprint.places import DEPTH, StepTracker
 from footprint.ranks import GlooWorkspaces, as_rank, group_ends
-from footprint.refusal import ON_THE_CPU, Refused, place_of
+from footprint.refusal import NO_NESTED, ON_THE_CPU, Refused, place_of
 from footprint.report import Report
 from footprint.unknown import branches, written_as_json
 from footprint.values import KERNEL, KnownValues, Reading, undisclosed
@@ -59,9 +59,7 @@ REMEDIES = {
     "no fake impl registered": KERNEL,
     "active drivers": KERNEL,  # of Triton, without a GPU
     "numpy() is not supported": "it takes values out of a tensor, which has none: do without them",
-    "shape_env must not be None": (
-        "nested tensors are not predicted: predict the padded batch, which needs more memory"
-    ),
+    "shape_env must not be None": NO_NESTED,
     "TensorLikePair": (
         "torch.jit.trace compares values, which no tensor has: predict the module itself"
     ),

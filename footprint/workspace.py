@@ -211,16 +211,11 @@ def embedding_backward_cuda(threads: int, grad: Tensor, tokens: Tensor, vocabula
     return 2 * tokens.nbytes + 8 * (3 * words + sums) + wide * sums * grad.shape[-1]
 
 
-def masked_softmax_cuda(
-    threads: int, scores: Tensor, mask: Tensor, dim: int = -1, kind: int | None = None
-) -> int:
-    """Long rows, and those of a mask that lies the same for all heads, are filled by the mask, next
-    to a result that is not used (cuda/SoftMax.cu).
-    """
+def masked_softmax_cuda(threads: int, scores: Tensor, mask: Tensor, dim: int = -1, *_) -> int:
+    """Long rows are filled by the mask, next to a result that is not used (cuda/SoftMax.cu)."""
     row = scores.shape[dim]
     is_short = row <= 1024 and row * scores.element_size() <= 4096
-    is_spread = kind == 0 and scores.numel() > mask.numel()
-    return 0 if is_short and not is_spread else 2 * scores.nbytes
+    return 0 if is_short and mask.is_contiguous() else 2 * scores.nbytes
 
 
 def sort_cuda(threads: int, x: Tensor, *args) -> int:

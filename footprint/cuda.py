@@ -5,7 +5,7 @@ operators that the step has run.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -162,35 +162,54 @@ class FastPathOfCuda(FastPath):
         needs_weights: bool = True,
         *args,
     ) -> tuple[Tensor, Tensor | None]:
-        is_one = query is key and key is value and mask is None and not needs_weights
-        is_aligned = width // heads % 8 == 0 and min(self.lengths, default=2) > 1
+        is_one = query is key and key is value
+        keeps_none = mask is None and not needs_weights
+        is_aligned = width // heads % 8 == 0
+        is_long = min(self.lengths, default=2) > 1
         backends = torch.backends.cuda
         has_kernel = backends.flash_sdp_enabled() or backends.mem_efficient_sdp_enabled()
-        if not (is_one and is_aligned and has_kernel):
-            given = (width, heads, qkv, bias, out, out_bias, mask, needs_weights)
-            return super().attention(query, key, value, *given, *args)
+        if not (is_one and keeps_none and is_aligned and is_long and has_kernel):
+            given = query, key, value
+            weights = qkv, bias, out, out_bias
+            return super().attention(*given, width, heads, *weights, mask, needs_weights, *args)
 
         projected = F.linear(query, qkv, bias)
-        parts = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in projected.chunk(3, -1))
-        attended = attention(*parts).transpose(1, 2).flatten(2)
-        return F.linear(attended, out, out_bias), None
-
-    def _restored(self, ragged: Ragged, size: list[int] | None) -> Tensor:
-        return ragged.tokens_ND.new_empty(size or ragged.shape)
+        parts = []
+        for part in projected.chunk(3, -1):
+            by_head = part.unflatten(-1, (heads, -1))
+            parts.append(by_head.transpose(1, 2))
+        attended = attention(*parts).transpose(1, 2)
+        return F.linear(attended.flatten(2), out, out_bias), None
 
     def _softmax(self, scores: Tensor) -> Tensor:
-        mask = scores.new_empty((scores.shape[0], scores.shape[2]), dtype=torch.bool)
+        B, _, T, _ = scores.shape
+        mask = scores.new_empty((B, T), dtype=torch.bool)
         return aten._masked_softmax(scores, mask, 3, 1)
 
     def _joined(self, x_BHTK: Tensor) -> Tensor:
-        return self._selected(x_BHTK.transpose(1, 2).flatten(2), self.lengths)
+        _, H, _, K = x_BHTK.shape
+        tokens = sum(self.lengths)
+        return x_BHTK.new_empty((tokens, H * K))
 
-    def _padded(self, tokens_ND: Tensor, lengths: list[int]) -> Tensor:
+    def _restored(self, ragged: Ragged, size: Sequence[int]) -> Tensor:
+        return ragged.tokens_ND.new_empty(size)
+
+    def _padded(
+        self,
+        tokens_ND: Tensor,
+        lengths: list[int],
+    ) -> Tensor:
         """As they are: the kernel pads as it reads."""
         return tokens_ND
 
-    def _selected(self, x_BTD: Tensor, lengths: list[int]) -> Tensor:
-        return x_BTD.new_empty((sum(lengths), x_BTD.shape[2]))
+    def _selected(
+        self,
+        x_BTD: Tensor,
+        lengths: list[int],
+    ) -> Tensor:
+        tokens = sum(lengths)
+        width = x_BTD.shape[2]
+        return x_BTD.new_empty((tokens, width))
 
 
 MULTI_HEAD = F.multi_head_attention_forward

@@ -154,7 +154,9 @@ def norm_backward(func, grad: Tensor, x: Tensor, *args) -> tuple[Tensor | None, 
 def rescaled_projection(qkv: Tensor, bias: Tensor, heads: int) -> tuple[Tensor, ...]:
     """Queries, keys and values in one storage (aten/native/transformers/attention.cpp)."""
     B, T, width = qkv.shape
-    return qkv.new_empty((3, B, heads, T, width // 3 // heads)).unbind()
+    K = width // 3 // heads
+    made = qkv.new_empty((3, B, heads, T, K))
+    return made.unbind()
 
 
 def masked_softmax(x: Tensor, *_) -> Tensor:

@@ -66,7 +66,8 @@ def switched_on(modes: list[TorchFunctionMode]) -> Iterator[None]:
             return run(*args, **kwargs)
 
     def has_torch_function(given) -> bool:
-        others = [mode for mode in _get_current_function_mode_stack() if mode not in modes]
+        active = _get_current_function_mode_stack()
+        others = [mode for mode in active if mode not in modes]
         subclasses = [value for value in given if type(value) is not torch.Tensor]
         return bool(others or torch.overrides._get_overloaded_args(subclasses))
 

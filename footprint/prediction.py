@@ -243,7 +243,9 @@ def _on_fake_tensors(
     patches = all_patches(tracker) | undisclosed() | written_as_json() | real_batches(tracker)
     fast_path = FastPathOfCuda(tracker.known) if card else FastPath(tracker.known)
     tracker.kernels = fast_path.kernels()
-    rules = WITHOUT_MODE | fast_path.rules() | (RULES if card else {})
+    rules = WITHOUT_MODE | fast_path.rules()
+    if card:
+        rules |= RULES
     reading = Reading(tracker.known, answers, rules)
     tracker.read_argument = reading.argument
     modes: list[TorchFunctionMode] = [reading]

@@ -58,6 +58,7 @@ COPIED_FIRST = ("aten::native_layer_norm", "aten::native_layer_norm_backward")  
 PRODUCTS = {
     "aten::mm": (0, 1),
     "aten::addmm": (1, 2),
+    "aten::_addmm_activation": (1, 2),
     "aten::bmm": (0, 1),
     "aten::baddbmm": (1, 2),
     "aten::mv": (0,),

@@ -6,17 +6,19 @@ operators that the step has run.
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from footprint.attention import Attention
+from footprint.attention import EFFICIENT, FLASH, Attention, SDPAParams
+from footprint.fast_path import FastPath, Ragged
 from footprint.patches import patched
 from footprint.places import StepTracker
 from footprint.probe import LINEAR_ALGEBRA
 from footprint.trace import Trace
+from footprint.values import KnownValues
 
 aten = torch.ops.aten
 
@@ -92,6 +94,87 @@ def multi_head_attention(attention: Attention, *args, **kwargs) -> tuple[Tensor,
     """
     with patched({(F, "scaled_dot_product_attention"): attention, (F, "dropout"): dropout}):
         return MULTI_HEAD(*args, **kwargs)
+
+
+class FastPathOfCuda(FastPath):
+    """The same on CUDA, where attention to itself takes a kernel that keeps no scores, unless the
+    card has none for it, it needs the scores, or heads are no multiple of 8 wide.
+    """
+
+    rounds_to = 8
+
+    def __init__(self, known: KnownValues, sdpa: Attention):
+        super().__init__(known)
+        self.sdpa = sdpa
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        width: int,
+        heads: int,
+        qkv: Tensor,
+        bias: Tensor,
+        out: Tensor,
+        out_bias: Tensor,
+        mask: Tensor | None = None,
+        needs_weights: bool = True,
+        *args,
+    ) -> tuple[Tensor, Tensor | None]:
+        is_one = query is key and key is value
+        keeps_none = mask is None and not needs_weights
+        is_aligned = width // heads % 8 == 0
+        is_long = min(self.lengths, default=2) > 1
+        may_keep_none = is_one and keeps_none and is_aligned and is_long
+        if not (may_keep_none and self._has_kernel(query, heads)):
+            given = query, key, value
+            weights = qkv, bias, out, out_bias
+            return super().attention(*given, width, heads, *weights, mask, needs_weights, *args)
+
+        projected = F.linear(query, qkv, bias)
+        parts = []
+        for part in projected.chunk(3, -1):
+            by_head = part.unflatten(-1, (heads, -1))
+            parts.append(by_head.transpose(1, 2))
+        attended = self.sdpa(*parts).transpose(1, 2)
+        return F.linear(attended.flatten(2), out, out_bias), None
+
+    def _has_kernel(self, x_BTD: Tensor, heads: int) -> bool:
+        """Whether the card's kernel for these rows is one that the fast path uses."""
+        x_BHTK = x_BTD.unflatten(-1, (heads, -1)).transpose(1, 2)
+        given = SDPAParams(x_BHTK, x_BHTK, x_BHTK, None, 0.0, False, False)
+        return self.sdpa.backend(given) in (FLASH, EFFICIENT)
+
+    def _softmax(self, scores: Tensor) -> Tensor:
+        B, _, T, _ = scores.shape
+        mask = scores.new_empty((B, T), dtype=torch.bool)
+        return aten._masked_softmax(scores, mask, 3, 1)
+
+    def _joined(self, x_BHTK: Tensor) -> Tensor:
+        _, H, _, K = x_BHTK.shape
+        tokens = sum(self.lengths)
+        return x_BHTK.new_empty((tokens, H * K))
+
+    def _restored(self, ragged: Ragged, size: Sequence[int]) -> Tensor:
+        return ragged.tokens_ND.new_empty(size)
+
+    def _padded(
+        self,
+        tokens_ND: Tensor,
+        lengths: list[int],
+    ) -> Tensor:
+        """As they are: the kernel pads as it reads."""
+        return tokens_ND
+
+    def _selected(
+        self,
+        x_BTD: Tensor,
+        lengths: list[int],
+    ) -> Tensor:
+        tokens = sum(lengths)
+        width = x_BTD.shape[2]
+        return x_BTD.new_empty((tokens, width))
 
 
 MULTI_HEAD = F.multi_head_attention_forward

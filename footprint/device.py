@@ -26,7 +26,14 @@ HOPPER = 90
 CUBLAS_OF_HOPPER = 32 * MIB
 CUBLAS_OF_OTHERS = 8 * MIB + 128 * 1024
 PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.addbmm.")
-PRODUCTS += ("aten.mv.", "aten.addmv.", "aten.dot.", "aten.vdot.", "aten._scaled_mm.")
+PRODUCTS += (
+    "aten._addmm_activation.",
+    "aten.mv.",
+    "aten.addmv.",
+    "aten.dot.",
+    "aten.vdot.",
+    "aten._scaled_mm.",
+)
 
 # Nominal memory of a card: GiB that torch sees
 SIZES = {

@@ -159,6 +159,18 @@ def cpu_attention(q: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
     return o, lse.double() if is_double else lse
 
 
+def rescaled_projection(qkv: Tensor, bias: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values in one storage (aten/native/transformers/attention.cpp)."""
+    B, T, width = qkv.shape
+    K = width // 3 // heads
+    made = qkv.new_empty((3, B, heads, T, K))
+    return made.unbind()
+
+
+def masked_softmax(x: Tensor, *_) -> Tensor:
+    return torch.empty_like(x)
+
+
 NORMS = (
     aten.native_layer_norm.default,
     aten.native_group_norm.default,
@@ -181,6 +193,8 @@ CONTIGUOUS_GRADIENTS = (
 CORRECTED: dict[object, Callable] = {
     aten._grouped_mm.default: grouped_mm,
     aten._scaled_dot_product_flash_attention_for_cpu.default: cpu_attention,
+    aten._masked_softmax.default: masked_softmax,
+    aten._transform_bias_rescale_qkv.default: rescaled_projection,
     aten.native_layer_norm_backward.default: layer_norm_backward,
     aten._log_softmax_backward_data.default: log_softmax_backward,
     aten.native_group_norm_backward.default: functools.partial(

@@ -7,6 +7,7 @@ Each function returns attributes of PyTorch, and what they are while memory is p
 import contextlib
 import socket
 import threading
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -17,17 +18,29 @@ from footprint.memories import DEVICE
 from footprint.patches import Patches
 from footprint.places import StepTracker
 from footprint.refusal import Refused, place
-from footprint.tracker import Tracker
+from footprint.tracker import Tracker, taken_apart
 
 LOCAL = ("localhost", "127.", "::1", "0.0.0.0")
 
 
 def all_patches(tracker: StepTracker) -> Patches:
     """All of them that a prediction for the tracker's target needs."""
-    found = no_network() | refusing_compiled() | saving_nothing()
+    found = no_network() | refusing_compiled() | saving_nothing() | inference_mode()
     if tracker.target == "cuda":
         return found | gpu_scalers() | offloading(tracker)
     return found | random_states(tracker) | arrays(tracker)
+
+
+def inference_mode() -> Patches:
+    """The tracker also sees what operators make inside of inference mode."""
+    begin = torch._C._InferenceMode
+
+    @contextlib.contextmanager
+    def seen(enabled: bool) -> Iterator[None]:
+        with begin(enabled), taken_apart():
+            yield
+
+    return {(torch._C, "_InferenceMode"): seen}
 
 
 def random_states(tracker: Tracker) -> Patches:

@@ -56,7 +56,8 @@ def switched_on(modes: list[TorchFunctionMode]) -> Iterator[None]:
     """The modes for functions are on, and also whenever the autograd engine runs.
 
     `backward` is itself a function that a mode may replace, so PyTorch has all modes off while it
-    runs. A checkpointed forward runs again there, and must see what the first one saw.
+    runs. A checkpointed forward runs again there, and must see what the first one saw. Layers that
+    ask whether somebody watches, before they take PyTorch's fast path, are not told of them.
     """
     run = torch.autograd._engine_run_backward
 
@@ -64,7 +65,17 @@ def switched_on(modes: list[TorchFunctionMode]) -> Iterator[None]:
         with _missing(modes):
             return run(*args, **kwargs)
 
-    with patched({(torch.autograd, "_engine_run_backward"): run_with_modes}), _missing(modes):
+    def has_torch_function(given) -> bool:
+        active = _get_current_function_mode_stack()
+        others = [mode for mode in active if mode not in modes]
+        subclasses = [value for value in given if type(value) is not torch.Tensor]
+        return bool(others or torch.overrides._get_overloaded_args(subclasses))
+
+    patches = {
+        (torch.autograd, "_engine_run_backward"): run_with_modes,
+        (torch.overrides, "has_torch_function"): has_torch_function,
+    }
+    with patched(patches), _missing(modes):
         yield
 
 

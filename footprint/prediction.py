@@ -23,8 +23,9 @@ from torch.overrides import TorchFunctionMode
 
 from footprint.attention import Attention, NoKernel, settings_kept
 from footprint.batches import real_batches
-from footprint.cuda import rules
+from footprint.cuda import FastPathOfCuda, rules
 from footprint.device import Card, target_card
+from footprint.fast_path import FastPath
 from footprint.measure import peak_of_last
 from footprint.operators import WITHOUT_MODE, FakeTensors
 from footprint.outside import Connects, all_patches
@@ -32,7 +33,7 @@ from footprint.owners import adopt, label, move_data
 from footprint.patches import patched, switched_on
 from footprint.places import DEPTH, StepTracker
 from footprint.ranks import GlooWorkspaces, as_rank, group_ends
-from footprint.refusal import ON_THE_CPU, Refused, place_of
+from footprint.refusal import NO_NESTED, ON_THE_CPU, Refused, place_of
 from footprint.report import Report
 from footprint.unknown import branches, written_as_json
 from footprint.values import KERNEL, KnownValues, Reading, undisclosed
@@ -59,9 +60,7 @@ REMEDIES = {
     "no fake impl registered": KERNEL,
     "active drivers": KERNEL,  # of Triton, without a GPU
     "numpy() is not supported": "it takes values out of a tensor, which has none: do without them",
-    "shape_env must not be None": (
-        "nested tensors are not predicted: predict the padded batch, which needs more memory"
-    ),
+    "shape_env must not be None": NO_NESTED,
     "TensorLikePair": (
         "torch.jit.trace compares values, which no tensor has: predict the module itself"
     ),
@@ -244,10 +243,14 @@ def _on_fake_tensors(
 ) -> Iterator[None]:
     """Operators inside the `with` block allocate nothing and are recorded; errors are refusals."""
     patches = all_patches(tracker) | undisclosed() | written_as_json() | real_batches(tracker)
-    replaced = WITHOUT_MODE
+    fast_path = FastPath(tracker.known)
     if card:
+        fast_path = FastPathOfCuda(tracker.known, tracker.attention)
         patches |= tracker.attention.patches()
-        replaced = WITHOUT_MODE | rules(tracker.attention)
+    tracker.kernels = fast_path.kernels()
+    replaced = WITHOUT_MODE | fast_path.rules()
+    if card:
+        replaced |= rules(tracker.attention)
     reading = Reading(tracker.known, answers, replaced)
     tracker.read_argument = reading.argument
     modes: list[TorchFunctionMode] = [reading]

@@ -56,7 +56,7 @@ SCATTERS = (
     "aten::scatter",
     "aten::scatter_",
 )
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_addmm_activation")
 
 
 def is_probed(func, args) -> bool:
@@ -87,6 +87,8 @@ def is_small(func, args) -> bool:
 
 def inside_bytes(func, args) -> int:
     """Most bytes that the operator holds beyond what it returns."""
+    if func._overloadname == "out":  # into a tensor that it is given
+        func = func.overloadpacket.default
     with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
         real = tree_map(_real, tuple(args))
         func(*real)  # oneDNN prepares itself on the first call

@@ -17,6 +17,7 @@ ON_THE_CPU = (
     "the step asks for a CUDA device, which this machine does not have: build and run it on the "
     "CPU, target='cuda' says which device is predicted"
 )
+NO_NESTED = "nested tensors are not predicted: predict the padded batch, which needs more memory"
 
 Entry = tuple[str, int | None]  # a file and a line
 

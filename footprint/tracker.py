@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 
 import torch
+from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -59,6 +60,8 @@ DISPATCH_FILES = (
     "torch/_compile.py",
     "utils/_python_dispatch.py",
 )
+# They run an operator on the tensors inside, which come back to the mode.
+WRAPPERS = ("DTensor", "Ragged")
 # the storage of an event that marks a workspace or that lies in host memory
 NO_STORAGE = -1
 
@@ -75,6 +78,16 @@ def sum_of_gradients(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     if is_last and aten.is_non_overlapping_and_dense(old):
         return old.add_(new)
     return old + new
+
+
+def taken_apart() -> contextlib.AbstractContextManager:
+    """Operators without a kernel of their own are taken apart by autograd's keys inside the `with`
+    block. Where those are off, in a mode and in inference mode, a tracker would be given such an
+    operator whole, and never see what it makes inside.
+    """
+    included = torch._C._dispatch_tls_local_include_set().add(DispatchKey.AutogradCPU)
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(DispatchKey.AutogradCPU)
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
 
 
 def is_flag(tensor: torch.Tensor) -> bool:
@@ -113,6 +126,7 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.workspace = workspace
         self.fake = fake
+        self.kernels: dict[object, Callable] = {}  # operator -> what runs it by others
         self.trace = Trace(stages=[(0, "start")])
         self.time = 0
         self.stage = "start"
@@ -128,8 +142,9 @@ class Tracker(TorchDispatchMode):
     # ---- the mode
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(kind.__name__ == "DTensor" for kind in types):
-            # DTensor then runs the operator on its local shards, which come back here
+        if func in self.kernels:
+            return self.run_in_parts(self.kernels[func], args, kwargs or {})
+        if any(kind.__name__ in WRAPPERS for kind in types):
             return NotImplemented
         if func.namespace == "prim":  # asks for a property, allocates nothing
             return func(*args, **(kwargs or {}))
@@ -194,6 +209,11 @@ class Tracker(TorchDispatchMode):
     def __exit__(self, *error):
         torch.UntypedStorage.resize_ = self.undo.pop()
         return super().__exit__(*error)
+
+    def run_in_parts(self, kernel: Callable, args, kwargs):
+        """What a kernel returns that is written in operators, which are recorded."""
+        with self, taken_apart():
+            return kernel(*args, **kwargs)
 
     def locate(self) -> None:
         """For a subclass that finds out itself, before each operator, where the step is."""

@@ -219,6 +219,13 @@ def embedding_backward_cuda(threads: int, grad: Tensor, tokens: Tensor, vocabula
     return 2 * tokens.nbytes + 8 * (3 * words + sums) + wide * sums * grad.shape[-1]
 
 
+def masked_softmax_cuda(threads: int, scores: Tensor, mask: Tensor, dim: int = -1, *_) -> int:
+    """Long rows are filled by the mask, next to a result that is not used (cuda/SoftMax.cu)."""
+    row = scores.shape[dim]
+    is_short = row <= 1024 and row * scores.element_size() <= 4096
+    return 0 if is_short and mask.is_contiguous() else 2 * scores.nbytes
+
+
 def sort_cuda(threads: int, x: Tensor, *args) -> int:
     """Rows of more than 4,096: the indices, and cub's copies of values and indices; up to 127 rows
     are sorted as one, with their numbers (SortStable.cu).
@@ -319,6 +326,7 @@ DECLARED: dict[str, dict[str, Declared]] = {
         "aten::embedding_dense_backward": embedding_backward_cuda,
         "aten::sort": sort_cuda,
         "aten::_safe_softmax": safe_softmax,
+        "aten::_masked_softmax": masked_softmax_cuda,
         "aten::_euclidean_dist": euclidean_distances,
         "aten::logsumexp": logsumexp,
         "aten::roll": roll,

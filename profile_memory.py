@@ -2,8 +2,8 @@
 
 Every flag of train.py is a flag here and means the same. `--step FILE.py` and `--hf FOLDER` predict
 a step that is not longhaul's (docs/FOOTPRINT.md). No GPU is needed, because the real step
-runs on fake tensors. Sizes are in GiB (2^30 bytes) and per rank. Exit code 0: done, or the request
-fits; 2: bad input, or the request fits after changes; 3: nothing fits.
+runs on fake tensors. Sizes are in GiB (2^30 bytes) and per rank. Exit code 0: the request fits as
+asked, or no card was named; 2: it fits after a printed change, or bad input; 3: nothing fits.
 """
 
 import base.installed  # noqa: F401  (first: a missing package is answered in one line)
@@ -19,7 +19,7 @@ import torch
 
 from base.flags import PRECISIONS, RaisingParser, spellings
 from footprint import page
-from footprint.device import HALF_SINCE, Demand, Placement
+from footprint.device import HALF_SINCE, Demand
 from footprint.snapshot import write_snapshot
 from footprint.tables import heading
 from footprint.trace import Trace
@@ -28,7 +28,7 @@ from longhaul.analysis.config import Measures
 from longhaul.checkpoint import start
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
-from longhaul.memory import advise, analysis, door, reconcile, report
+from longhaul.memory import advise, analysis, door, reconcile, report, reserve
 from longhaul.memory import solve as solver
 from longhaul.memory.analysis import Analysed
 from longhaul.memory.deep import profile
@@ -334,11 +334,10 @@ def predict(cfg: ProfileConfig) -> int:
         write_snapshot(cfg.snapshot, found.trace)
     verdict = Verdict.FITS
     if on is not None:
-        placement = demand.placement(int(on.gib * GIB))
+        placement = reserve.placement(demand, int(on.gib * GIB))
         say(f"on {on.name} ({on.gib:g} GiB): {placement}")
         result |= {"card": on.name, "placement": placement}
-        if placement == Placement.TOO_SMALL:
-            verdict = Verdict.NOTHING
+        verdict = door.VERDICTS[placement]
     if cfg.json:
         door.write_json(cfg.json, result)
     return verdict.exit_code

@@ -78,7 +78,6 @@ CARDS = {
 DEFAULT = "H100"  # the card of the target "cuda"
 SIZE = re.compile(r" \d+GB$")  # in the name of a card
 NO_OTHER = "(?! (Ti|SUPER|Laptop))"  # behind the name of a card, which would be another one's
-EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "  # in front of a command
 # From this capability on, the card itself computes in bf16 (and FlashAttention runs).
 HALF_SINCE = 80
 TOTALS = ("live", "reserved", "device")  # rows of a waterfall
@@ -296,8 +295,8 @@ def _known_name(gpu: str) -> str:
     near = difflib.get_close_matches(plain, names, n=1, cutoff=0.5)
     hint = f"did you mean {names[near[0]]}? " if near else ""
     raise ValueError(
-        f"--gpu {gpu!r} is unknown: {hint}choose one of {', '.join(CARDS)}; "
-        "or give --vram GIB --cc CAPABILITY"
+        f"the GPU {gpu!r} is unknown: {hint}choose one of {', '.join(CARDS)}; "
+        "profile_memory.py takes others as --vram GIB --cc CAPABILITY"
     )
 
 

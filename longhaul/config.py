@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from base.flags import PRECISIONS, spellings
 from data.mixture import DECIMALS
 from data.order import parse_ranges
+from footprint.device import DEFAULT
 from longhaul import config_checks, lengths
 from longhaul.cli import check_ranges, flag, known_words, read_pairs, words_of
 from longhaul.dist import divisors
@@ -31,6 +32,8 @@ TOKENS_PER_TILE = 4096
 EVALS = ("loss", "position", "gain", "retrieval")
 SHORTEST_EVAL = 1024  # tokens of the shortest row of retrieval
 
+HERE = "here"  # of --plan: on this machine
+
 # How --dtype may be spelled, and the one spelling that configurations, checkpoints and printed
 # commands use.
 DTYPE_SPELLINGS = spellings("bf16", "fp32")
@@ -48,6 +51,7 @@ class TrainConfig:
     """All settings of a run, validated once and never changed; the help of a field has its unit."""
 
     PROGRAM: ClassVar[str] = "train.py"  # what is run with these settings
+    TASK: ClassVar[str] = "train"  # what --task of profile_memory.py calls that
     DTYPES: ClassVar[dict[str, str]] = DTYPE_SPELLINGS  # spelling of --dtype -> the one that counts
     UNTIMED: ClassVar[str] = ""  # what the predicted time of a step leaves out
 
@@ -342,7 +346,12 @@ class TrainConfig:
         "batch",
         choices=("refuse", "auto"),
     )
-    plan: bool = run_flag(False, "print what the run needs and this machine has, then stop")
+    plan: str = run_flag(
+        "",
+        "print what the run needs and this machine has, then stop; or, of a GPU that is named, "
+        f"what it has; without a name and where no GPU is and the run is too large, of {DEFAULT}",
+        bare=HERE,
+    )
 
     def __post_init__(self):
         spelling = str(self.dtype)

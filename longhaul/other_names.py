@@ -56,7 +56,7 @@ ELSEWHERE = {
     "eval_every": "eval_steps eval.interval validation.freq",
     "eval_rows": "eval_tokens max_iters validation.steps eval_batches",
     "config": "config_file",
-    "plan": "dry_run",
+    "plan": "dry_run gpu gpu_memory_gib vram",
     "rope_scaling": "rope_factor rope_original_context",
     "blocks": "nsa",
     "evals": "eval_lengths",

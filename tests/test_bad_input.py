@@ -624,7 +624,9 @@ def test_a_bad_input_is_answered_in_one_line(row, names, capsys):
     assert door not in ("generate", "ids") or captured.out == ""
     assert isinstance(code, int)
     assert code != 0
-    is_command = bool(lines) and lines[-1].startswith("python train.py --")
+    is_command = bool(lines) and lines[-1].startswith(
+        ("python train.py --", "python profile_memory.py --")
+    )
     assert len(lines) == 1 or (len(lines) == 2 and is_command), lines
     assert REMEDY.fullmatch(lines[-1]) or is_command, lines
     assert files_of(names) == before

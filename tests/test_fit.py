@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from data.progress import duration
 from footprint.device import Placement, card
 from longhaul.config import TrainConfig
 from longhaul.dist import World
@@ -130,24 +129,42 @@ def on_cpu(monkeypatch, seconds: float) -> plan.Plan:
     return plan.plan(cfg, cfg.model(), World(), torch.device("cpu"), 16.0)
 
 
+def test_a_run_of_more_than_a_day_is_not_proposed_for_a_cpu(monkeypatch):
+    """Of a request of 1,000 steps."""
+    nearest = fit.closest(on_cpu(monkeypatch, 86.0))
+    assert nearest.asked.max_steps == 1000
+    assert fit.closest(on_cpu(monkeypatch, 87.0)) is None
+
+
 @pytest.mark.parametrize(
-    "seconds, steps, warmup", [(0.5, 1000, 100), (2.0, 400, 40), (130.0, 6, 0), (900.0, 1, 0)]
+    "cfg",
+    [
+        TrainConfig(model_size="0.6B", context_length=8192),
+        TrainConfig(model_size="0.6B", context_length=8192, attention_type="nsa"),
+        IntuitorConfig(model_size="0.6B", context_length=4096, kl_coef=0.0),
+    ],
+    ids=["standard", "nsa", "policy"],
 )
-def test_a_proposal_for_a_cpu_ends_within_15_minutes(seconds, steps, warmup, monkeypatch):
-    request = on_cpu(monkeypatch, seconds)
-    nearest = fit.closest(request)
-    assert (nearest.asked.max_steps, nearest.asked.warmup_steps) == (steps, warmup)
-    assert nearest.cfg.max_steps == steps
+@pytest.mark.parametrize("available", [1.0, 12.0])
+def test_on_a_cpu_no_other_model_and_no_other_context_is_tried(cfg, available, monkeypatch):
+    monkeypatch.setattr(plan, "step_seconds", lambda *request: 1.0)
+    tried = []
+    monkeypatch.setattr(fit, "_runs_here", lambda one: tried.append(one.asked))
+    request = plan.on_ranks(dataclasses.replace(cfg, device="cpu"))
+    request = dataclasses.replace(request, available_gib=available)
+    assert fit.closest(request) is None
+    assert tried
+    assert {(one.model_size, one.context_length) for one in tried} == {
+        (cfg.model_size, cfg.context_length)
+    }
 
-    words, shell = fit.proposal(nearest, request).split("\n")
-    assert f"a step, {duration(seconds * steps)} for {steps:,} step" in words
-    shortened = steps < 1000
-    assert ("all 1,000 steps" in words) == shortened == (f"--max_steps {steps}" in shell)
-    assert not shortened or f"--warmup_steps {warmup}" in shell
 
-
-def test_a_step_of_more_than_15_minutes_is_not_proposed(monkeypatch):
-    assert fit.closest(on_cpu(monkeypatch, 901.0)) is None
+def test_what_no_lever_moves_off_a_cpu_is_refused_without_a_simulation(monkeypatch):
+    cfg = TrainConfig(model_size="4B", context_length=131072, device="cpu")
+    request = dataclasses.replace(plan.on_ranks(cfg), available_gib=16.0)
+    monkeypatch.setattr(plan, "needs", None)
+    assert fit.fitted(request) is None
+    assert fit.closest(request) is None
 
 
 @pytest.mark.parametrize("rows, sizes", [(1, []), (4, [2, 1]), (6, [3, 1]), (7, [1]), (9, [3, 1])])

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import profile_memory
-from footprint.device import EXPANDABLE_SEGMENTS
 from longhaul import cli
 from longhaul.config import TrainConfig
 from longhaul.memory import solve
@@ -115,7 +114,7 @@ def test_levers_are_found_and_the_verdict_says_whether_anything_changed():
     long = TrainConfig(model_size="tiny", model_overrides=("num_layers=1",), context_length=32768)
     answer = solved(long, "levers", 0.85, 1)
     assert answer.verdict is Verdict.AFTER_CHANGES
-    assert answer.text.splitlines()[-1].removeprefix(EXPANDABLE_SEGMENTS) == (
+    assert answer.text.splitlines()[-1] == (
         "python train.py --model_size tiny --context_length 32768 --model_overrides num_layers=1 "
         "--gradient_checkpointing --mlp_tiles"
     )

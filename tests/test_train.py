@@ -17,12 +17,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import profile_memory
 import train
 from data import prepare as data_prepare
-from longhaul import dist
+from footprint.device import card
+from longhaul import cli, dist
 from longhaul.config import TrainConfig
 from longhaul.flops import train_flops
 from longhaul.memory import plan as planner
+from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul.run import guard, training
 from longhaul.run.log import mfu
 from scripts import generate as generate_script
@@ -429,19 +432,43 @@ def test_a_vocabulary_far_above_the_datas_trains_samples_and_is_named(data, tmp_
 REQUEST = ["--context_length", "8192", "--device", "cpu"]
 
 
-def test_a_request_that_cannot_fit_ends_with_the_closest_command(tmp_path, capsys, quick_machine):
-    """Which has fewer head groups if the smaller model has fewer heads."""
-    more = "--gradient_checkpointing --attention_head_groups 8 --output_dir"
+@pytest.mark.parametrize(
+    "flags, kept",
+    [
+        ("--gradient_checkpointing --attention_head_groups 8", "--attention_head_groups 8"),
+        ("--data somewhere --vocab_size 50000", "--vocab_size 50000"),
+        ("--attention_type nsa --compile --fit auto", "--attention_type nsa"),
+        ("--length_schedule 4096:2,8192:2", "--batch_size 2 --max_steps 4 --output_dir"),
+    ],
+)
+def test_a_request_that_no_cpu_holds_ends_with_the_command_that_finds_a_gpu(
+    flags, kept, tmp_path, capsys, quick_machine
+):
+    """A search of profile_memory.py with the same settings, which knows each of its flags."""
+    request = ["--device", "cpu"] if "schedule" in flags else REQUEST
     with pytest.raises(SystemExit) as stop:
-        train.main([*REQUEST, *more.split(), str(tmp_path / "run")])
-    captured = capsys.readouterr()
-    assert stop.value.code == 2 and "needed" in captured.out and "available" in captured.out
-    last = captured.err.strip().splitlines()[-1]
-    assert last.startswith("python train.py --model_size tiny") and not (tmp_path / "run").exists()
-    assert "--attention_head_groups 2" in last
-    with pytest.raises(SystemExit) as proposed:
-        train.main([*shlex.split(last)[2:], "--plan"])
-    assert proposed.value.code == 0
+        train.main([*request, *flags.split(), "--output_dir", str(tmp_path / "run")])
+    assert stop.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    words = shlex.split(last)
+    assert words[:2] == ["python", "profile_memory.py"]
+    assert words[-4:] == ["--solve", "levers", "--gpu", "H100"]
+    assert kept in last
+    assert "--model_size" not in last  # the 4B is the default
+    profile_memory.check_question(cli.parse(profile_memory.ProfileConfig, words[2:]))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "task, config", [("intuitor", IntuitorConfig), ("grade", GradeConfig)], ids=str
+)
+def test_the_search_for_a_gpu_of_a_policy_names_its_task(task, config):
+    cfg = config(context_length=4096, init_from="runs/mine")
+    words = shlex.split(planner.on_ranks(cfg, 2).search_command())[2:]
+    assert words[:2] == ["--task", task]
+    parsed = cli.parse(profile_memory.CONFIGS[task], words)
+    assert parsed.nproc == 2
+    assert parsed.training() == cfg
 
 
 def test_the_plan_is_printed_and_nothing_else_happens(tmp_path, capsys):
@@ -454,16 +481,47 @@ def test_the_plan_is_printed_and_nothing_else_happens(tmp_path, capsys):
     )
 
 
-def test_a_smaller_model_is_proposed_with_room_for_the_datas_vocabulary(capsys, quick_machine):
-    with pytest.raises(SystemExit):
-        train.main([*REQUEST, "--data", "somewhere", "--vocab_size", "50000"])
-    assert "--vocab_size 50000" in capsys.readouterr().err.splitlines()[-1]
+@pytest.mark.parametrize(
+    "flags, code, place",
+    [
+        ("--plan", 0, "on cpu"),
+        ("--plan --device cpu --batch_size 400000", 2, "on cpu"),
+        ("--plan --device cpu --model_size 4B", 3, "on cpu"),
+        ("--plan --model_size 4B", 0, "on H100"),
+        ("--plan --model_size 4B --context_length 131072", 0, "on H100"),
+        ("--plan H100 --model_size 4B --context_length 131072", 3, "on H100"),
+        ("--plan H100 --model_size 4B --context_length 131072 --fit auto", 0, "on H100"),
+        ("--plan h200 --model_size 4B", 0, "on H200"),
+        ("--plan --device cuda", 0, "on H100"),
+        ("--plan GTX", 2, ""),
+    ],
+)
+def test_one_rule_gives_the_exit_code_of_a_plan(flags, code, place, capsys, quick_machine):
+    """Of this machine, or of a GPU that is not here, which may only be too small if it is named."""
+    small = "--model_size tiny --context_length 64 --max_steps 4 --warmup_steps 1"
+    with pytest.raises(SystemExit) as stop:
+        train.main(runs.last_given([*small.split(), *flags.split()]))
+    assert stop.value.code == code
+    assert place in capsys.readouterr().out
 
 
-def test_without_a_vocabulary_size_the_datas_own_is_proposed(data, capsys, quick_machine):
-    with pytest.raises(SystemExit):
-        train.main([*REQUEST, "--data", data])
-    assert "--vocab_size 1024" in capsys.readouterr().err.splitlines()[-1]
+@pytest.mark.parametrize(
+    "flags", ["--context_length 131072 --gradient_checkpointing", "--context_length 131072", ""]
+)
+def test_a_plan_and_the_profiler_agree_on_whether_a_named_card_holds_a_run(flags, capsys):
+    """The first fits with segments that grow, which every command asks for."""
+    with pytest.raises(SystemExit) as stop:
+        train.main([*flags.split(), "--context_parallel_size", "1", "--plan", "A100 80GB"])
+    assert profile_memory.main([*flags.split(), "--gpu", "A100 80GB"]) == stop.value.code
+
+
+def test_a_card_that_is_not_here_has_a_host_that_is_not_known(monkeypatch):
+    monkeypatch.setattr(planner, "host_available_bytes", lambda: 0)
+    levers = dict(gradient_checkpointing="full", offload_activations=True)
+    cfg = TrainConfig(model_size="tiny", context_length=1024, **levers)
+    assert planner.on_cards(cfg, dist.World(), card("L4")).fits
+    here = planner.plan(cfg, cfg.model(), dist.World(), torch.device("cuda"), 22.0)
+    assert here.needs.host and not here.fits
 
 
 def test_a_batch_that_is_too_large_is_proposed_in_smaller_pieces(capsys, quick_machine):
@@ -480,8 +538,6 @@ def test_a_batch_that_is_too_large_is_proposed_in_smaller_pieces(capsys, quick_m
 
 
 def test_the_printed_command_gives_the_same_settings_back():
-    from longhaul import cli
-
     cfg = TrainConfig(
         model_size="tiny",
         gradient_checkpointing="full",

@@ -132,7 +132,7 @@ def advise(task: str, asked: Request, card: Card, host_gib: float, say: Say) -> 
     if best.fits:
         if is_run:
             say(best.request.costs())
-        command = best.request.command(best.found.placement)
+        command = best.request.command()
         say(f"run: {command}")
     found = {
         "task": task,

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from footprint.device import Placement
 from footprint.tracker import NO_STORAGE, Tracker
 from longhaul import kernels
 from longhaul.analysis import run
@@ -137,10 +136,8 @@ class Analysed:
         measures = dataclasses.replace(self.measures, **settings)
         return dataclasses.replace(self, measures=measures)
 
-    def command(self, placement: Placement = Placement.FITS) -> str:
-        """The shell command: what differs from the defaults. An analysis needs no other segments,
-        whatever its placement.
-        """
+    def command(self) -> str:
+        """The shell command: what differs from the defaults."""
         checkpoint = shlex.quote(self.checkpoint) if self.checkpoint else "DIR"
         words = [f"python -m scripts.run_full_analysis --checkpoint {checkpoint}"]
         if self.data:

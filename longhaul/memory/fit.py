@@ -17,18 +17,17 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from data.mixture import open_corpora
-from data.progress import duration
 from footprint.device import Placement
 from longhaul.config import TrainConfig
 from longhaul.kernels import loss_path
 from longhaul.kinds import attention_kind
-from longhaul.memory.plan import Plan, cost_words, plan
+from longhaul.memory.plan import Plan, plan
 from longhaul.memory.search import Found, Lever, Search, pulled
 from longhaul.memory.stages import ROLLOUT
 from longhaul.posttrain.config import IntuitorConfig, PolicyConfig
 from model import GIB, PRESETS, ModelConfig
 
-PATIENCE = 900  # seconds: a run that is proposed for a CPU ends within them
+PATIENCE = 24 * 3600  # seconds: a run that is proposed for a CPU ends within them
 # settings of post-training that count tokens
 LENGTHS = ("context_length", "max_response_length", "v_max_response_length", "max_new_tokens")
 
@@ -130,6 +129,8 @@ def fitted(request: Plan) -> Plan | None:
     """The request itself if it fits, else with the fewest levers that make it fit; None if nothing
     does.
     """
+    if request.device.type == "cpu" and request.is_hopeless:  # no lever moves weights off a CPU
+        return None
 
     def judged(cfg: TrainConfig) -> Found:
         one = replanned(request, cfg)
@@ -142,7 +143,8 @@ def fitted(request: Plan) -> Plan | None:
 
 def replanned(request: Plan, cfg: TrainConfig) -> Plan:
     """Another request on the same machine."""
-    return plan(cfg, cfg.model(), request.world, request.device, request.available_gib)
+    machine = request.world, request.device, request.available_gib, request.card
+    return plan(cfg, cfg.model(), *machine)
 
 
 # ---- a smaller request
@@ -154,37 +156,18 @@ def closest(request: Plan) -> Plan | None:
     First the same model with checkpointing, then with micro-batches of one row, then smaller models
     at the same context, then shorter contexts. Each is tried with the attention that was asked for
     before sparse attention, and without checkpointing, if that is what was asked for, before with
-    it. On a CPU the proposed run ends within 15 minutes: if need be it has fewer steps, and no
-    single step takes longer.
+    it. Who asks for too much of a CPU wants a GPU, not a toy: model and context stay there.
     """
-    found = next(filter(_runs_here, _proposals(request)), None)
-    if found is None or found.device.type != "cpu":
-        return found
-    return _in_minutes(found)
+    return next(filter(_runs_here, _proposals(request)), None)
 
 
 def _runs_here(candidate: Plan) -> bool:
-    """Whether it fits, and on a CPU makes a step while one waits."""
-    if candidate.device.type == "cpu" and candidate.longest_step > PATIENCE:
+    """Whether it fits, and on a CPU ends within PATIENCE."""
+    if candidate.is_hopeless:
+        return False
+    if candidate.device.type == "cpu" and candidate.total_seconds > PATIENCE:
         return False
     return candidate.fits
-
-
-def _in_minutes(plan: Plan) -> Plan:
-    """The plan with as many steps as PATIENCE allows, in round numbers, and a warmup of a tenth."""
-    most = int(PATIENCE / plan.longest_step)
-    if most >= plan.asked.max_steps or plan.asked.length_schedule:
-        return plan
-
-    unit = 10 ** (len(str(most)) - 1)
-    steps = most // unit * unit
-    fewer = dict(
-        max_steps=steps,
-        warmup_steps=min(plan.asked.warmup_steps, steps // 10),
-        indexer_warmup=min(plan.asked.indexer_warmup, steps // 10),
-    )
-    asked = dataclasses.replace(plan.asked, **fewer)
-    return dataclasses.replace(plan, asked=asked, cfg=dataclasses.replace(plan.cfg, **fewer))
 
 
 def _proposals(request: Plan) -> Iterator[Plan]:
@@ -196,16 +179,15 @@ def _proposals(request: Plan) -> Iterator[Plan]:
     if isinstance(asked, PolicyConfig):
         if request.needs.peak_stage == ROLLOUT:
             yield from _planned(request, [one_prompt(asked)])
-        yield from _planned(request, _smaller_policies(asked))
+        levers = list(_with_levers(asked))
+        yield from _planned(request, levers)
+        if request.device.type != "cpu":
+            shorter = (shorter_by(asked, [asked, *levers][-1], share) for share in (2, 4, 8, 16))
+            yield from _planned(request, shorter)
         return
     yield from _planned(request, [checkpointing(asked)])
 
-    presets = list(PRESETS)
-    smaller = presets[: presets.index(asked.model_size)]
-    sizes = [asked.model_size]
-    if not asked.init_from:  # whose weights are of one size
-        sizes += reversed(smaller)
-    lengths = [asked.context_length >> n for n in range(asked.context_length.bit_length())]
+    sizes, lengths = _sizes_and_lengths(request)
     vocabulary = _vocabulary(asked)
     changed = functools.partial(_variants, asked, vocabulary)
     for length in lengths:
@@ -214,6 +196,19 @@ def _proposals(request: Plan) -> Iterator[Plan]:
         for size in sizes:
             if _holds_least(request, changed(length, size)):
                 yield from _planned(request, changed(length, size))
+
+
+def _sizes_and_lengths(request: Plan) -> tuple[list[str], list[int]]:
+    """The models and the contexts that are proposed, those that were asked for first."""
+    asked = request.asked
+    if request.device.type == "cpu":
+        return [asked.model_size], [asked.context_length]
+    lengths = [asked.context_length >> n for n in range(asked.context_length.bit_length())]
+    presets = list(PRESETS)
+    smaller = presets[: presets.index(asked.model_size)]
+    if asked.init_from:  # whose weights are of one size
+        smaller = []
+    return [asked.model_size, *reversed(smaller)], lengths
 
 
 def _planned(request: Plan, settings: Iterable[TrainConfig]) -> Iterator[Plan]:
@@ -228,8 +223,8 @@ def _holds_least(request: Plan, variants: list[TrainConfig]) -> bool:
     return any(map(_runs_here, _planned(request, variants[-1:])))
 
 
-def _smaller_policies(asked: PolicyConfig) -> Iterator[TrainConfig]:
-    """The levers one after another, then shorter contexts with all of them.
+def _with_levers(asked: PolicyConfig) -> Iterator[TrainConfig]:
+    """The request with one more lever at a time.
 
     Each plan is a simulation of seconds, so there are few.
     """
@@ -239,8 +234,6 @@ def _smaller_policies(asked: PolicyConfig) -> Iterator[TrainConfig]:
         if changed != levers:
             levers = changed
             yield levers
-    for share in (2, 4, 8, 16):
-        yield shorter_by(asked, levers, share)
 
 
 def shorter_by(cfg: TrainConfig, levers: TrainConfig, share: int) -> TrainConfig:
@@ -307,20 +300,10 @@ def proposal(nearest: Plan, request: Plan) -> str:
         if after != before:
             changes.append(f"{spec.name} {_shown(spec, before)} -> {_shown(spec, after)}")
 
-    changes.append(cost_words(_times(nearest, request), nearest.needs.host))
+    changes.append(nearest.costs())
     return f"closest command that runs here ({', '.join(changes)}):\n{nearest.command()}"
 
 
 def _shown(spec: dataclasses.Field, value: Any) -> Any:
     """A setting's value; "default" for a zero or an empty text that stands for the default."""
     return "default" if not value and value == spec.default else value
-
-
-def _times(nearest: Plan, request: Plan) -> str:
-    """How long the proposal takes, and what it would take with all steps that were asked for."""
-    asked = request.asked.max_steps
-    if nearest.asked.max_steps == asked:
-        return nearest.time()
-    steps = dict(max_steps=asked, indexer_warmup=request.asked.indexer_warmup)
-    all_steps = dataclasses.replace(nearest, cfg=dataclasses.replace(nearest.cfg, **steps))
-    return f"{nearest.time()}; all {asked:,} steps: {duration(all_steps.total_seconds)}"

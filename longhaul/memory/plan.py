@@ -15,12 +15,7 @@ from functools import cached_property
 import torch
 
 from data.progress import duration
-from footprint.device import (
-    EXPANDABLE_SEGMENTS,
-    Placement,
-    beyond_the_allocator,
-    installed_card,
-)
+from footprint.device import DEFAULT, Card, beyond_the_allocator, installed_card
 from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.dist import World, check_replicas
@@ -51,6 +46,7 @@ class Plan:
     # of a length schedule, of which this plan is the one that needs most; empty without one
     stages: tuple["Plan", ...] = ()
     gpu: str = "cuda"  # whose peak times the run on a GPU: a target of footprint
+    card: Card | None = None  # a GPU that is not here, whose host is not known
 
     @property
     def hidden_gib(self) -> float:
@@ -107,12 +103,17 @@ class Plan:
         return host_available_bytes() / self.world.local_size / GIB
 
     @property
+    def is_hopeless(self) -> bool:
+        """Whether what every step holds is more than there is, which needs no simulation."""
+        least = at_least(self._on_device, self.world.size) / GIB + self.hidden_gib
+        return least > self.available_gib
+
+    @property
     def fits(self) -> bool:
         """Whether one rank's device, and the host if levers use it, hold the run."""
-        least = at_least(self._on_device, self.world.size) / GIB + self.hidden_gib
-        if least > self.available_gib:  # which needs no simulation
+        if self.is_hopeless:
             return False
-        if self.needs.host and self.host_gib > self.host_available_gib:
+        if self.needs.host and not self.card and self.host_gib > self.host_available_gib:
             return False
         return self.needed_gib <= self.available_gib
 
@@ -182,14 +183,33 @@ class Plan:
         name = found.peak_stage
         return {"parameters and optimizer": found.static, name: found.peak - found.static}
 
-    def command(self, placement: Placement = Placement.FITS) -> str:
-        """What trains the request, with the segments that it needs to fit."""
-        line = command(self.asked, self.world, self.shutdown_timeout)
-        return EXPANDABLE_SEGMENTS + line if placement is Placement.EXPANDABLE else line
+    def command(self) -> str:
+        """What trains the request."""
+        return command(self.asked, self.world, self.shutdown_timeout)
+
+    def search_command(self) -> str:
+        """What finds levers with which so many GPUs hold the request, on any machine: of a length
+        schedule the stage that needs most.
+        """
+        asked = self._worst_stage.asked if self.stages else self.asked
+        # a GPU is looked for, whose layers are simulated as they are without compilation
+        ranks_per_row = self.asked.context_parallel_size
+        asked = dataclasses.replace(
+            asked, device="auto", compile=False, context_parallel_size=ranks_per_row
+        )
+        task = f"--task {asked.TASK}" if asked.TASK != "train" else ""
+        ranks = f"--nproc {self.world.size}" if self.world.size > 1 else ""
+        card = self.card.name if self.card else DEFAULT
+        wanted = f"--solve levers --gpu {shlex.quote(card)}"
+        words = ["python profile_memory.py", task, *flags(asked), ranks, wanted]
+        return " ".join(filter(None, words))
 
     def costs(self) -> str:
         """What a step and the whole run take, in words."""
-        return cost_words(self.time(), self.needs.host)
+        if not self.needs.host:
+            return f"time: {self.time()}"
+        moved = f"host memory: {self.host_gib:.2f} GiB per rank, moving it takes more time"
+        return f"time: {self.time()}; {moved}"
 
     def time(self) -> str:
         """The time of a step and of the whole run, in words."""
@@ -224,7 +244,7 @@ class Plan:
             f"plan (computed, torch {torch.__version__}): "
             f"{model} ({self.config.num_params():,} parameters), "
             f"context {self.cfg.context_length:,}, {self.cfg.attention_type} attention, "
-            f"{self.cfg.dtype}, {self.world.size} rank(s) on {self.device.type}"
+            f"{self.cfg.dtype}, {self.world.size} rank(s) on {self._place}"
         ]
         if self.sharing:
             rows.append(f"  {'shared rows':<20}{self.sharing}")
@@ -239,12 +259,15 @@ class Plan:
         rows.append(_row("needed", self.needed_gib, f" (peak: {self.needs.peak_stage})"))
         rows.append(_row("available", self.available_gib, f" ({self._source()})"))
         if self.needs.host:
-            rows.append(
-                _row("host memory", self.host_gib, f", {self.host_available_gib:.2f} available")
-            )
-        rows += self._stage_rows()
-        rows.append(f"  {'time':<20}{self.time()}")
+            known = "" if self.card else f", {self.host_available_gib:.2f} available"
+            rows.append(_row("host memory", self.host_gib, known))
+        if self.fits:
+            rows += [*self._stage_rows(), f"  {'time':<20}{self.time()}"]
         return "\n".join(rows)
+
+    @property
+    def _place(self) -> str:
+        return self.card.name if self.card else self.device.type
 
     def _stage_rows(self) -> list[str]:
         """What each stage of the length schedule needs; the rows above are those of the worst."""
@@ -274,14 +297,7 @@ class Plan:
         """What `available_gib` is a part of."""
         if self.device.type == "cpu":
             return f"this machine's free memory / {self.world.local_size} rank(s)"
-        return "the GPU"
-
-
-def cost_words(time: str, host: int) -> str:
-    """What a proposal takes: its time, and the host memory that levers use, in words."""
-    if not host:
-        return f"time: {time}"
-    return f"time: {time}; host memory: {host / GIB:.2f} GiB per rank, moving it takes more time"
+        return self.card.name if self.card else "the GPU"
 
 
 def _row(name: str, gib: float, note: str = "") -> str:
@@ -341,20 +357,23 @@ def plan(
     world: World,
     device: torch.device,
     available: float | None = None,
+    card: Card | None = None,
 ) -> Plan:
     """The plan of a request; it allocates nothing.
 
-    `available`: GiB for one rank; by default, what this machine has. ValueError if the ranks do not
-    divide, or if the GPU's attention cannot compute in the precision that was asked for.
+    `available`: GiB for one rank; by default, what this machine has. `card`: the GPU of each rank,
+    if it is not here. ValueError if the ranks do not divide, or if the GPU's attention cannot
+    compute in the precision that was asked for.
     """
     check_replicas(world, cfg.dp_replicate, cfg.context_ranks)
     if available is None:
         available = available_gib(device, world)
     if cfg.length_schedule:
-        return _worst_stage(cfg, world, device, available)
+        return _worst_stage(cfg, world, device, available, card)
 
-    card = installed_card(device)
-    request = Plan(cfg, cfg, config, world, device, available, gpu=card.name if card else "cuda")
+    timed = card or installed_card(device)
+    gpu = timed.name if timed else "cuda"
+    request = Plan(cfg, cfg, config, world, device, available, gpu=gpu, card=card)
     candidates = [_with_ranks_per_row(request, size) for size in _ranks_per_row(cfg, world)]
     chosen = _fewest_ranks_per_row(candidates)
 
@@ -363,14 +382,25 @@ def plan(
     return chosen
 
 
-def _worst_stage(cfg: TrainConfig, world: World, device: torch.device, available: float) -> Plan:
+def on_cards(cfg: TrainConfig, world: World, card: Card) -> Plan:
+    """The plan on GPUs that are not here, one for each rank."""
+    return plan(cfg, cfg.model(), world, torch.device("cuda"), card.gib, card)
+
+
+def _worst_stage(
+    cfg: TrainConfig,
+    world: World,
+    device: torch.device,
+    available: float,
+    card: Card | None,
+) -> Plan:
     """The plan of the stage that needs most, with those of all; as many ranks share a row in each
     as one of them needs.
     """
 
     def planned(cfg: TrainConfig) -> list[Plan]:
         own = [stage.of_its_steps() for stage in cfg.stages()]
-        return [plan(one, one.model(), world, device, available) for one in own]
+        return [plan(one, one.model(), world, device, available, card) for one in own]
 
     ranks = max(one.cfg.context_ranks for one in planned(cfg))
     fixed = dataclasses.replace(cfg, context_parallel_size=ranks)
@@ -461,9 +491,15 @@ def command(cfg: TrainConfig, world: World, timeout: int = 0) -> str:
     """The shell command of a configuration: the settings that differ from the defaults, and those
     that --init_from would otherwise decide. `timeout`: the seconds that torchrun must wait.
     """
-    words = [_launcher(world, cfg.PROGRAM)]
+    words = [_launcher(world, cfg.PROGRAM), *flags(cfg)]
     if timeout:
         words.insert(0, f"{dist.TIMEOUT}={timeout}")
+    return " ".join(words)
+
+
+def flags(cfg: TrainConfig) -> list[str]:
+    """The flags of a configuration that say more than the defaults."""
+    words = []
     named = NAMED_WITH_WEIGHTS if cfg.init_from else ()
     for spec in dataclasses.fields(cfg):
         value = getattr(cfg, spec.name)
@@ -471,7 +507,7 @@ def command(cfg: TrainConfig, world: World, timeout: int = 0) -> str:
         differs = value != default and spec.name not in ("plan", "config", "fit")
         if differs or spec.name in named:
             words.append(flag_of(spec, value))
-    return " ".join(words)
+    return words
 
 
 def shutdown_timeout(cfg: TrainConfig, ranks: int, step_seconds: float) -> int:

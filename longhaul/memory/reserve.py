@@ -6,7 +6,7 @@ Sizes are bytes.
 import os
 from collections.abc import Mapping
 
-from footprint.device import beyond_the_allocator, runs_within
+from footprint.device import Demand, Placement, beyond_the_allocator, runs_within
 from longhaul.config import TrainConfig
 from longhaul.memory.needs import Needs, alone, demand
 
@@ -36,6 +36,16 @@ def reserved(
     if found.classic > room > found.peak and alone(_runs, cfg, ranks, device_bytes):
         return room
     return found.classic
+
+
+def placement(asked: Demand, device_bytes: int) -> Placement:
+    """Whether a device of that size holds a step of ours. Segments that grow are no change of it:
+    every command asks for them.
+    """
+    found = asked.placement(device_bytes)
+    if found is Placement.EXPANDABLE and expandable_segments():
+        return Placement.FITS
+    return found
 
 
 def _runs(

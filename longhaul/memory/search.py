@@ -31,7 +31,9 @@ def silent(line: str) -> None:
 
 
 class Verdict(enum.Enum):
-    """The answer to a request; its value is the exit code of the program."""
+    """The answer to a request, whose value is the exit code of every program that answers: it fits
+    as asked (or need not fit, because no card was named), after a printed change, or by none.
+    """
 
     FITS = 0
     AFTER_CHANGES = 2

@@ -16,7 +16,7 @@ import torch
 
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
-from longhaul.memory import fit
+from longhaul.memory import fit, reserve
 from longhaul.memory.needs import PROCESS_GIB, demand
 from longhaul.memory.plan import Plan, on_ranks, sizes_that_share
 from longhaul.memory.search import (
@@ -50,7 +50,7 @@ def judged(room: int, run: Plan) -> Found:
     return Found(
         asked.classic.peak_live,
         asked.least_bytes,
-        asked.placement(room),
+        reserve.placement(asked, room),
         found.host,
         run.seconds,
         fixed=found.fixed,
@@ -90,7 +90,7 @@ def solve(
 def propose(best: Tried, say: Say) -> None:
     """Say what a proposal takes, and its command."""
     say(best.request.costs())
-    say(best.request.command(best.found.placement))
+    say(best.request.command())
 
 
 # ---- candidates

@@ -136,6 +136,7 @@ class IntuitorConfig(PolicyConfig):
     """The settings of scripts.intuitor."""
 
     PROGRAM: ClassVar[str] = "-m scripts.intuitor"
+    TASK: ClassVar[str] = "intuitor"
     NSA_LACKS: ClassVar[str] = "cannot share a prompt among responses yet"
     UNTIMED: ClassVar[str] = "without the time of sampling"
     EXAMPLES: ClassVar[str] = """examples:
@@ -295,6 +296,7 @@ class GradeConfig(PolicyConfig):
     """The settings of scripts.grade."""
 
     PROGRAM: ClassVar[str] = "-m scripts.grade"
+    TASK: ClassVar[str] = "grade"
     NSA_LACKS: ClassVar[str] = "has no cache yet that gradients pass through"
     UNTIMED: ClassVar[str] = "as if the tokens of a response were computed at once"
     EXAMPLES: ClassVar[str] = """examples:

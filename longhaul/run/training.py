@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -22,8 +21,6 @@ from longhaul import cli, dist, exits, step
 from longhaul.checkpoint import load, resume, start
 from longhaul.checkpoint.save import Saver
 from longhaul.config import TrainConfig
-from longhaul.kinds import attention_kind
-from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.watch import (
     Watch,
@@ -33,6 +30,7 @@ from longhaul.memory.watch import (
     report,
     warning,
 )
+from longhaul.run import planning
 from longhaul.run.guard import Guard
 from longhaul.run.health import Health
 from longhaul.run.log import Logger
@@ -40,7 +38,6 @@ from longhaul.run.preflight import Ready, Rows, preflight, training_rows
 from longhaul.run.pretraining import Source
 from longhaul.run.rescue import Rescue, slow_stop
 from longhaul.step import MustStop, StepResult, TrainState
-from longhaul.vocab.loss import choose_kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +60,18 @@ def main(program: Program, args: list[str] | None = None, complete: Callable[[di
     with Guard(program.config.PROGRAM.removeprefix("-m "), world) as guard:
         given = complete(cli.given(program.config, args, program.description))
         cfg = program.config(**start.completed(given))
+        if cfg.plan:
+            sys.exit(planning.answer(cfg, world) if world.rank == 0 else exits.DONE)
         device = dist.choose_device(cfg.device, world)
         if cfg.deterministic:
             # cuBLAS repeats its bits only with this setting, which it reads when CUDA starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        check_kernels(cfg, device)
-        planned = plan_ahead(cfg, world, device)
+        planning.check_kernels(cfg, device)
+        planned = planning.ahead(cfg, world, device)
         dist.start(world, device)
         guard.watch()
 
-        plan = plan_or_refuse(planned, cfg, world, device)
+        plan = planning.shared(planned, world, device)
         ready = preflight(plan, guard, program.rows)
         for stage in ready.stages_left:
             if cfg.length_schedule:
@@ -105,76 +104,6 @@ def train_stage(program: Program, ready: Ready, plan: planner.Plan, guard: Guard
         if not out_of_memory(error):
             raise
         raise exits.Halt(report(plan, run.watch, error), 1) from None
-
-
-def check_kernels(cfg: TrainConfig, device: torch.device):
-    """ValueError if the kernels that were asked for cannot run here, or not with these sizes."""
-    config = cfg.model()
-    if cfg.kernels == "triton":
-        choose_kernels("triton", torch.empty(0, device=device, dtype=config.dtype))
-    attention_kind(config).check(config, device)
-
-
-def plan_ahead(
-    cfg: TrainConfig,
-    world: dist.World,
-    device: torch.device,
-) -> Callable[[], planner.Plan]:
-    """Rank 0 plans before the ranks meet, because the simulation of several takes their place in a
-    process. The plan, or its refusal, is the result of the function that is returned.
-    """
-    found = Future()
-    if world.rank == 0:
-        try:
-            plan = planner.plan(cfg, cfg.model(), world, device)
-            found.set_result(plan if plan.fits else fitting(plan))
-        except (ValueError, exits.Halt, exits.StorageError) as error:
-            found.set_exception(error)
-    return found.result
-
-
-def plan_or_refuse(
-    planned: Callable[[], planner.Plan],
-    cfg: TrainConfig,
-    world: dist.World,
-    device: torch.device,
-) -> planner.Plan:
-    """Print the plan and return it; ends the program if only the plan was asked for, or if the
-    request cannot fit.
-
-    Nothing smaller is ever trained instead: --fit auto uses memory levers that leave model, context
-    and batch as they are.
-    """
-    plan = dist.on_rank0(planned, world)
-    plan = dataclasses.replace(plan, world=world, device=device)
-    if world.rank == 0:  # a table measures how fast this machine is
-        print(plan.table(), flush=True)
-    if cfg.plan:
-        sys.exit(0)
-    return plan
-
-
-def fitting(plan: planner.Plan) -> planner.Plan:
-    """With --fit auto, the plan that the fewest levers make fit; otherwise, and if none fits,
-    ValueError with the closest command.
-    """
-    # if a flag of the run in this folder was forgotten, that is what should be said
-    resume.check_folder(plan.cfg)
-
-    fitted = fit.fitted(plan) if plan.cfg.fit == "auto" else None
-    if fitted is not None:
-        command = planner.command(fitted.asked, plan.world, fitted.shutdown_timeout)
-        print(f"--fit auto: {plan.shortage()}; training\n{command}", flush=True)
-        return fitted
-
-    print(plan.table(), flush=True)
-    nearest = fit.closest(plan)
-    if nearest is None:
-        raise ValueError(
-            f"{plan.shortage()}; nothing of longhaul fits here, or not so that it ends within "
-            "minutes: give a smaller --batch_size, --context_length or --vocab_size"
-        )
-    raise ValueError(f"{plan.shortage()}; {fit.proposal(nearest, plan)}")
 
 
 def build(ready: Ready) -> TrainState:

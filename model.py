@@ -101,6 +101,7 @@ ABOVE = {
 # Numbers of ModelConfig that may be 0, with their unit.
 ZERO_OR_MORE = {
     "loss_chunk_size": "tokens (0: chosen by shape and device)",
+    "rope_context": "tokens (0: 16 times rope_original_context)",
     "logits_threshold_gib": "GiB",
 }
 
@@ -202,6 +203,7 @@ class ModelConfig:
     rope_scaling: str = "none"
     rope_factor: float = 1.0  # context extension of linear, yarn and llama3 scaling
     rope_original_context: int = 32_768  # yarn, llama3: the context before the extension
+    rope_context: int = 0  # llama3: the context after it; 0: 16 times the original
     attention: Standard | NSAConfig = Standard()  # the kind of attention: these, or your own
     loss: str = "auto"
     logits_threshold_gib: float = 10.0  # "auto" never builds logits larger than this
@@ -284,7 +286,7 @@ class ModelConfig:
     def rope_reach(self) -> int:
         """Tokens that the rotary positions reach."""
         if self.rope_scaling == "llama3":  # 3.1 to 3.3 were trained at 131,072, from 8,192
-            return 16 * self.rope_original_context
+            return self.rope_context or 16 * self.rope_original_context
         return round(self.rope_original_context * self.rope_factor)
 
     def layer_params(self) -> int:

@@ -2,18 +2,23 @@
 
 A sentencepiece model becomes a tokenizer.json (data/convert_sentencepiece.py), and its folder asks
 transformers to read special tokens in a text as text, which is what longhaul does. The folder of a
-Hugging Face tokenizer keeps its settings and its chat template.
+Hugging Face tokenizer keeps its settings and its chat template (data/origin.py).
 """
 
 import json
 from pathlib import Path
 
+from data import origin
 from data.convert_sentencepiece import read_pieces, tokenizer_json
-from data.hugging_face import PADDED, SETTINGS, TOKENIZER, HuggingFaceTokenizer, read_settings
+from data.hugging_face import (
+    PADDED,
+    SETTINGS,
+    TOKENIZER,
+    HuggingFaceTokenizer,
+    named_token,
+    read_settings,
+)
 from data.load_tokenizer import AnyTokenizer
-
-# What a folder may hold besides: the form of a chat, and the vocabulary for slow tokenizers.
-EXTRAS = ("chat_template.jinja", "vocab.json", "merges.txt")
 
 
 def exported(tokenizer: AnyTokenizer, vocab_size: int, context: int) -> dict[str, bytes]:
@@ -33,34 +38,39 @@ def exported(tokenizer: AnyTokenizer, vocab_size: int, context: int) -> dict[str
     }
     fixed = {"model_max_length": context, PADDED: vocab_size}
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        settings["pad_token"] = tokenizer.eod_token
-        fixed["eos_token"] = tokenizer.eod_token
-        files = {TOKENIZER: tokenizer.path.read_bytes()}
-        return files | _with_settings_of(tokenizer.path.parent, settings, fixed)
+        folder = tokenizer.path.parent
+        files = {TOKENIZER: tokenizer.path.read_bytes()} | origin.contents(folder, origin.EXTRAS)
+        if (folder / origin.CONFIG).is_file() and (folder / SETTINGS).is_file():
+            return files | _changed_settings(tokenizer, context)
+        settings |= {"pad_token": tokenizer.eod_token} | read_settings(folder / SETTINGS)
+        settings |= fixed | {"eos_token": tokenizer.eod_token}
+        settings.pop("auto_map", None)  # code of the folder, which is not copied
+        return files | {SETTINGS: _json(settings)}
 
     end = read_pieces(tokenizer.path)[tokenizer.eod_id].text
     settings |= {"eos_token": end, "pad_token": end, "split_special_tokens": True}
     return {TOKENIZER: _json(tokenizer_json(tokenizer.path)), SETTINGS: _json(settings | fixed)}
 
 
-def complete_tokenizer(files: dict[str, bytes], source: Path) -> dict[str, bytes]:
-    """The files of a dataset's tokenizer, with what a folder that has the same ids in a
-    tokenizer.json says besides: its settings, but for those of the data, and EXTRAS.
+def _changed_settings(tokenizer: HuggingFaceTokenizer, context: int) -> dict[str, bytes]:
+    """The settings of a tokenizer in the folder of its model, as they are but for another end of a
+    document and another context.
     """
-    if TOKENIZER not in files or not (source / TOKENIZER).is_file():
-        return files
-    ours = json.loads(files[SETTINGS])
-    fixed = {name: ours[name] for name in ("eos_token", PADDED) if name in ours}
-    return files | _with_settings_of(source, ours, fixed)
+    folder = tokenizer.path.parent
+    files = {}
+    for path in origin.found(folder, (SETTINGS, "special_tokens_map.json")):
+        settings = read_settings(path)
+        settings.pop("auto_map", None)  # code of the folder, which is not copied
+        if named_token(folder, "eos_token", path.name) != tokenizer.eod_token:
+            settings["eos_token"] = tokenizer.eod_token
+        if path.name == SETTINGS and context != _context(folder, context):
+            settings["model_max_length"] = context
+        files[path.name] = origin.rewritten(path, settings)
+    return files
 
 
-def _with_settings_of(folder: Path, defaults: dict, fixed: dict) -> dict[str, bytes]:
-    """The settings of a folder, completed by `defaults` and changed by `fixed`, and its EXTRAS."""
-    settings = defaults | read_settings(folder / SETTINGS) | fixed
-    settings.pop("auto_map", None)  # code of the folder, which is not copied
-    paths = [folder / name for name in EXTRAS]
-    files = {path.name: path.read_bytes() for path in paths if path.is_file()}
-    return files | {SETTINGS: _json(settings)}
+def _context(folder: Path, otherwise: int) -> int:
+    return read_settings(folder / origin.CONFIG).get("max_position_embeddings", otherwise)
 
 
 def _json(content: dict) -> bytes:

@@ -129,7 +129,7 @@ class HuggingFaceTokenizer:
         """{"bos_token_id": id, "pad_token_id": id} of those tokens that the folder names."""
         found = {}
         for role in ("bos_token", "pad_token"):
-            token = _named_token(self.path.parent, role)
+            token = named_token(self.path.parent, role)
             if token in self._ids:
                 found[f"{role}_id"] = self._ids[token]
         return found
@@ -421,9 +421,10 @@ def _end_token(path: Path, eod: str | None, content: dict, ids: dict[str, int]) 
     """The token `eod`, or the one that the folder says ends a text; ValueError if it says nothing
     or the file lacks the token.
     """
-    token = eod or _named_token(path.parent, "eos_token")
+    token = eod or named_token(path.parent, "eos_token")
     if token is None:
-        end_id = read_settings(path.parent / "config.json").get("eos_token_id")
+        named = read_settings(path.parent / "config.json").get("eos_token_id")
+        end_id = named[0] if isinstance(named, list) and named else named
         token = next((name for name, index in ids.items() if index == end_id), None)
     if token in ids:
         return token
@@ -434,9 +435,9 @@ def _end_token(path: Path, eod: str | None, content: dict, ids: dict[str, int]) 
     raise ValueError(f"tokenizer {path}: {reason}: {remedy}")
 
 
-def _named_token(folder: Path, key: str) -> str | None:
+def named_token(folder: Path, key: str, file: str = SETTINGS) -> str | None:
     """The token that the settings of a folder give this role, if they say it."""
-    named = read_settings(folder / SETTINGS).get(key)
+    named = read_settings(folder / file).get(key)
     if isinstance(named, dict):
         named = named.get("content")
     return named if isinstance(named, str) else None

@@ -1,6 +1,6 @@
 """Sampling over the KV cache: filters, prefill, one token at a time. V vocabulary, T tokens."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -81,12 +81,12 @@ def generate(
     top_k: int = TOP_K,
     top_p: float = TOP_P,
     seed: int = 0,
-    stop_id: int | None = None,
+    stop_ids: Collection[int] = (),
     vocab_size: int | None = None,
     captured: bool = False,
 ) -> Iterator[int]:
-    """Yield sampled token ids one by one, ending before `stop_id`; NotANumber if the model's logits
-    are. Equal seeds give equal tokens on equal devices.
+    """Yield sampled token ids one by one, ending before any of `stop_ids`; NotANumber if the
+    model's logits are. Equal seeds give equal tokens on equal devices.
 
     `vocab_size`: only ids below it, since a model's vocabulary may be larger than its tokenizer's.
     `captured`: on CUDA a step is a CUDA graph, if the attention can decode at fixed shapes. It is
@@ -121,7 +121,7 @@ def generate(
                 f"the logits of new token {number} are NaN or infinite, so the model has diverged: "
                 "use an earlier checkpoint"
             )
-        if token == stop_id:
+        if token in stop_ids:
             return
         yield token
         if number < max_new_tokens:

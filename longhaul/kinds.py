@@ -276,7 +276,7 @@ def unfit_exchanges(attention: str) -> dict[str, str]:
 
 
 # Qwen3's values of these are not recorded: earlier versions had no others.
-FAMILY_FIELDS = ("qk_norm", "qkv_bias")
+FAMILY_FIELDS = ("qk_norm", "qkv_bias", "rope_context")
 
 
 def recorded(config: ModelConfig) -> dict:

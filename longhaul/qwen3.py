@@ -22,7 +22,7 @@ import torch
 from base import durable
 from base.tensors import WEIGHTS, Later, opened, write_tensors
 from base.untrusted import read_json, refuse_pickle
-from longhaul import dist, kernels
+from longhaul import dist, kernels, mismatch
 from longhaul.kinds import attention_kind
 from model import Decoder, ModelConfig
 
@@ -81,6 +81,7 @@ FIXED = dict(
     quantization_config=None,
     partial_rotary_factor=1,
 )
+ENDS = ("bos_token_id", "eos_token_id")  # what config.json says of a text, too
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"}
 
 
@@ -100,6 +101,7 @@ class Stored(NamedTuple):
     """Where a tensor is, and what the header says of it."""
 
     path: Path
+    name: str  # in the file
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -138,7 +140,7 @@ def stored_model(folder: Path, **overrides) -> tuple[Decoder, dict[str, Later]]:
     fields = read_config(folder)
     stored = _stored(folder)
     _check_size(fields, stored, folder)
-    fields["compute_dtype"] = _widest(tensor.dtype for tensor in stored.values())
+    fields["compute_dtype"] = widest(tensor.dtype for tensor in stored.values())
 
     with torch.device("meta"):
         decoder = kernels.decoder(ModelConfig(**fields | overrides))
@@ -170,6 +172,7 @@ def check_geometry(config: ModelConfig, folder: Path) -> None:
 def read_config(folder: Path) -> dict[str, Any]:
     """Fields of ModelConfig from config.json, in the spelling of transformers 4 or of 5."""
     refuse_pickle(folder)
+    mismatch.refuse_adapter(folder)
     path = folder / "config.json"
     config = _read_known_config(path)
     _check_settings(config, FIXED, path)
@@ -263,10 +266,12 @@ def _read_rope(config: dict, path: Path) -> dict[str, Any]:
     # The explicit factor counts, as in transformers 5; transformers 4.51 took
     # max_position_embeddings / original instead.
     longest = _number(config, "max_position_embeddings", path, 32_768, kind=int)
+    original = round(longest / factor)
     if kind in ("yarn", "llama3"):
         original = _number(rope, "original_max_position_embeddings", path, longest, kind=int)
-    else:
-        original = round(longest / factor)
+    reached = 0
+    if kind == "llama3" and config.get("max_position_embeddings", 0) != 16 * original:
+        reached = longest
 
     theta = {"rope_theta": config.get("rope_theta", 10_000.0)} | rope
     return dict(
@@ -274,6 +279,7 @@ def _read_rope(config: dict, path: Path) -> dict[str, Any]:
         rope_scaling="none" if factor == 1 else kind,
         rope_factor=factor,
         rope_original_context=original,
+        rope_context=reached,
     )
 
 
@@ -305,19 +311,28 @@ def _check_rope_settings(rope: dict, factor: float, path: Path) -> None:
 
 
 def _stored(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the folder by its Hugging Face name, from the headers."""
-    stored = {}
+    """Every weight of the folder by its Hugging Face name, from the headers."""
+    headers = {}
     for path in _files(folder):
         with opened(path) as source:
             for name in source.keys():  # noqa: SIM118 (a reader of safetensors has no iterator)
                 header = source.get_slice(name)
-                dtype = header.get_dtype()
-                if dtype not in WEIGHTS:
-                    raise ValueError(
-                        f"{path}: {_printable(name)} is stored as {dtype}: "
-                        f"convert it to one of {', '.join(WEIGHTS)}"
-                    )
-                stored[name] = Stored(path, tuple(header.get_shape()), WEIGHTS[dtype])
+                headers[name] = (path, header.get_shape(), header.get_dtype())
+    mismatch.refuse_foreign(folder, headers)
+
+    # transformers takes the names of the body by itself, too
+    prefix = "model." if "norm.weight" in headers else ""
+    stored = {}
+    for name, (path, shape, dtype) in headers.items():
+        if mismatch.BUFFER.search(name):
+            continue
+        if dtype not in WEIGHTS:
+            raise ValueError(
+                f"{path}: {mismatch.printable(name)} is stored as {dtype}: "
+                f"convert it to one of {', '.join(WEIGHTS)}"
+            )
+        whole = name if name == mismatch.HEAD else f"{prefix}{name}"
+        stored[whole] = Stored(path, name, tuple(shape), WEIGHTS[dtype])
     return stored
 
 
@@ -333,6 +348,12 @@ def _files(folder: Path) -> list[Path]:
         raise ValueError(
             f"{min(pickles)} is a pickle, which can run code, and was not opened: "
             "convert to safetensors"
+        )
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    if others and not only.is_file():
+        raise ValueError(
+            f"{folder} has {mismatch.some(others)}, and neither {only.name} nor {index.name}, "
+            f"which lists the parts: add {index.name}, or rename a single file to {only.name}"
         )
     return [only]
 
@@ -368,12 +389,8 @@ def _check_size(fields: dict[str, Any], stored: dict[str, Stored], folder: Path)
     """
     largest = dict(num_layers=len(stored), vocab_size=LARGEST_VOCABULARY)
     for ours, theirs in GEOMETRY.items():
-        size = fields[ours]
-        if not 0 < size <= largest.get(ours, LARGEST_SIZE):
-            raise ValueError(
-                f"{folder} holds {len(stored)} tensors, but config.json says {theirs}={size}, so "
-                "they do not belong together: download the folder again"
-            )
+        if not 0 < fields[ours] <= largest.get(ours, LARGEST_SIZE):
+            mismatch.refuse_size(folder, stored, theirs, fields[ours])
 
 
 def _check(decoder: Decoder, stored: dict[str, Stored], folder: Path) -> None:
@@ -382,59 +399,38 @@ def _check(decoder: Decoder, stored: dict[str, Stored], folder: Path) -> None:
         hf_name(name): tuple(parameter.shape) for name, parameter in _carried(decoder).items()
     }
     # Many folders of tied models store the head a second time.
-    tied = {"lm_head.weight"} if decoder.config.tie_embeddings else set()
-
-    _refuse_names(folder, "lacks", wanted.keys() - stored.keys())
-    _refuse_names(folder, "also holds", stored.keys() - wanted.keys() - tied)
-    for name, shape in wanted.items():
-        if stored[name].shape != shape:
-            raise ValueError(
-                f"{folder}: {name} has shape {stored[name].shape} and config.json says {shape}: "
-                "download the folder again"
-            )
-
-
-def _refuse_names(folder: Path, verb: str, names: set[str]) -> None:
-    if not names:
-        return
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    raise ValueError(
-        f"{folder} {verb} {_printable(min(names))}{more}, so config.json and the weights do not "
-        "belong together: download the folder again"
-    )
-
-
-def _printable(name: str) -> str:
-    return name[:200].encode("unicode_escape").decode()
+    tied = {mismatch.HEAD} if decoder.config.tie_embeddings else set()
+    is_body = any(tensor.name == "norm.weight" for tensor in stored.values())
+    mismatch.refuse_names(folder, stored, wanted, tied, is_body)
+    mismatch.refuse_shapes(folder, {name: stored[name].shape for name in wanted}, wanted)
 
 
 def _weights(decoder: Decoder, stored: dict[str, Stored], folder: Path) -> dict[str, Later]:
     """The weights of the decoder's parameters, by their names; ValueError unless they fit it."""
+    embedding = hf_name("embed.weight")
+    both = decoder.config.tie_embeddings and mismatch.HEAD in stored
+    if both:
+        stored = {embedding: stored[mismatch.HEAD]} | stored  # some hold only the head
     _check(decoder, stored, folder)
-    if decoder.config.tie_embeddings and "lm_head.weight" in stored:
-        both = [
-            _read(stored[name].path, name) for name in ("lm_head.weight", hf_name("embed.weight"))
-        ]
-        if not torch.equal(*both):
-            raise ValueError(
-                f"{folder}: lm_head.weight differs from the embedding: "
-                "set tie_word_embeddings to false in config.json"
-            )
+    if both and not torch.equal(_read(stored[mismatch.HEAD]), _read(stored[embedding])):
+        raise ValueError(
+            f"{folder}: lm_head.weight differs from the embedding: "
+            "set tie_word_embeddings to false in config.json"
+        )
 
     weights = {}
     for name in _carried(decoder):
-        theirs = hf_name(name)
-        path, shape, dtype = stored[theirs]
-        weights[name] = Later(shape, dtype, functools.partial(_read, path, theirs))
+        tensor = stored[hf_name(name)]
+        weights[name] = Later(tensor.shape, tensor.dtype, functools.partial(_read, tensor))
     return weights
 
 
-def _read(path: Path, name: str) -> torch.Tensor:
+def _read(tensor: Stored) -> torch.Tensor:
     """A tensor in the pages of its file, which is opened for this tensor only, because the pages of
     an open one stay in memory.
     """
-    with opened(path) as source:
-        return source.get_tensor(name)
+    with opened(tensor.path) as source:
+        return source.get_tensor(tensor.name)
 
 
 @torch.no_grad()
@@ -444,7 +440,8 @@ def _fill(decoder: Decoder, weights: dict[str, Later]) -> None:
         parameter.copy_(dist.shard_like(weight.read(), parameter))
 
 
-def _widest(dtypes: Iterable[torch.dtype]) -> str:
+def widest(dtypes: Iterable[torch.dtype]) -> str:
+    """The name of a dtype that holds the numbers of all."""
     return str(functools.reduce(torch.promote_types, dtypes)).removeprefix("torch.")
 
 
@@ -477,16 +474,15 @@ def write_hf(
     `eod_id`: the end-of-document id, at which generation stops.
     `sampling`: what generation_config.json says besides, such as a temperature. It may name other
     tokens than the end of document to begin and to pad a text.
-    `files`: {name: content} of what else belongs into the folder, such as the tokenizer.
+    `files`: {name: content} of what else belongs into the folder, such as the tokenizer; a
+    config.json or generation_config.json among them is written instead of what is described here.
     ValueError if the folder holds anything.
     """
     folder = Path(folder).resolve()
     settings = _settings(config, (weight.dtype for weight in weights.values()), context)
     if eod_id is not None:
-        settings |= dict(
-            bos_token_id=sampling.get("bos_token_id", eod_id),
-            eos_token_id=eod_id,
-        )
+        said = generation(eod_id, sampling)
+        settings |= {key: said[key] for key in ENDS}
     if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder} exists and is not an empty folder: choose another output")
 
@@ -495,10 +491,15 @@ def write_hf(
         _write_weights(named, temporary, shard_bytes)
         _write_json(settings, temporary / "config.json")
         if eod_id is not None:
-            ends = dict(bos_token_id=eod_id, eos_token_id=eod_id, pad_token_id=eod_id)
-            _write_json(ends | dict(sampling), temporary / "generation_config.json")
+            _write_json(said, temporary / "generation_config.json")
         for name, content in files.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_bytes(content)
+
+
+def generation(eod_id: int, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """generation_config.json: `eod_id` begins, ends and pads a text unless `sampling` says more."""
+    return dict(bos_token_id=eod_id, eos_token_id=eod_id, pad_token_id=eod_id) | dict(sampling)
 
 
 def _write_json(content: dict, path: Path) -> None:
@@ -529,6 +530,48 @@ def _family_name(config: ModelConfig) -> str:
 def hf_config(decoder: Decoder) -> dict:
     """config.json in the spelling of transformers 4, which 5 reads too."""
     return _settings(decoder.config, (p.dtype for p in decoder.parameters()), context=0)
+
+
+def changed_config(folder: Path, config: ModelConfig, context: int, dtype: str) -> dict[str, Any]:
+    """config.json of the folder that a model has come from, with what differs from it by now, each
+    key in the folder's spelling.
+
+    `context`: as in `readable_context`. `dtype`: of the weights; empty: as the folder says.
+    """
+    theirs = read_json(folder / "config.json")
+    theirs.pop("auto_map", None)  # code of the folder, which is not copied
+    before = _settings(ModelConfig(**read_config(folder)), [config.dtype], 0)
+    now = _settings(config, [config.dtype], context)
+    changed = {key: value for key, value in now.items() if value != before[key]}
+    if dtype:
+        changed["dtype" if "dtype" in theirs else "torch_dtype"] = dtype
+    rope = {"rope_theta", "rope_scaling"}
+    if changed.keys() & rope:
+        plain = {key: value for key, value in changed.items() if key not in rope}
+        changed = plain | _spelled_rope(theirs, now, "rope_scaling" in changed)
+    return theirs | changed
+
+
+def _spelled_rope(theirs: dict, now: dict, is_scaled_anew: bool) -> dict[str, Any]:
+    """The rotary settings of `now` as `theirs` spells them: in two keys, as transformers 4, or all
+    in rope_parameters, as 5.
+    """
+    is_new = "rope_parameters" in theirs and not theirs.get("rope_scaling")
+    key = "rope_parameters" if is_new else "rope_scaling"
+    before = theirs.get(key) or {}
+    rope = (now["rope_scaling"] or {}) if is_scaled_anew else before
+    if is_new or "rope_theta" in before:
+        rope = {"rope_type": "default"} | rope | {"rope_theta": now["rope_theta"]}
+
+    spelled = {key: rope or None}
+    if not is_new or "rope_theta" in theirs:
+        spelled["rope_theta"] = now["rope_theta"]
+    return spelled
+
+
+def is_folder(folder: Path) -> bool:
+    """Whether a folder is one of Hugging Face, with a model or with an adapter of one."""
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def readable_context(config: ModelConfig, context: int) -> int:
@@ -564,7 +607,7 @@ def _settings(config: ModelConfig, dtypes: Iterable[torch.dtype], context: int) 
         **FAMILIES[name].settings,
         attention_dropout=0.0,
         initializer_range=config.init_std,
-        torch_dtype=_widest(dtypes),
+        torch_dtype=widest(dtypes),
     )
 
 

@@ -4,6 +4,8 @@
     python -m scripts.convert_qwen3 --checkpoint RUN_OR_STEP --output HF_DIR
 
 What is exported is complete: configuration, weights, generation settings and the run's tokenizer.
+A model that came from a Hugging Face folder keeps all that the folder says and training has not
+changed.
 Training needs no conversion first: `train.py --init_from HF_DIR` reads the folder itself. Bad input
 ends with one line and exit code 2; an existing output is never overwritten.
 """
@@ -17,12 +19,14 @@ import torch
 from base import durable
 from base.flags import PRECISIONS, precision, spellings
 from base.tensors import Later
-from data.export_tokenizer import EXTRAS, exported
+from data import origin
+from data.export_tokenizer import exported
 from data.hugging_face import (
     SETTINGS,
     TOKENIZER,
     HuggingFaceTokenizer,
     is_json,
+    named_token,
     read_settings,
 )
 from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
@@ -107,10 +111,10 @@ def import_hf(source: Path, output: Path, dtype: str) -> Path:
     state = TrainState(cfg, model, None, torch.device("cpu"), World())
     with durable.building(output) as folder:
         written = save_weights(state, weights, folder, extra={"imported_from": str(source)})
-        for name in (TOKENIZER, SETTINGS, *EXTRAS):
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
-                durable.fsync(folder / name)
+        for path in origin.found(source, (TOKENIZER, SETTINGS)):
+            shutil.copyfile(path, folder / path.name)
+            durable.fsync(folder / path.name)
+        origin.keep(source, folder)
     return output / written.name
 
 
@@ -131,18 +135,62 @@ def export_hf(source: Path, output: Path, dtype: str, tokenizer: str = "", eod: 
         print(f"attention_type={config.attention.name} is exported as full attention")
 
     context = qwen3.readable_context(config, start.trained_context(checkpoint))
+    weights = {name: cast(weight, dtype) for name, weight in stored_weights(checkpoint).items()}
     found = tokenizer_of(checkpoint, tokenizer, eod)
-    files = {} if found is None else exported(found, config.vocab_size, context)
+    usual = sampling(found, config.vocab_size)
+    ending = found or own_tokenizer(checkpoint, eod)
+    files = {}
+    folder = origin.kept(checkpoint.folder.parent)
+    if (folder / origin.CONFIG).is_file():
+        stored = qwen3.widest(weight.dtype for weight in weights.values())
+        is_as_read = not checkpoint.identity and stored == config.compute_dtype
+        settings = qwen3.changed_config(folder, config, context, "" if is_as_read else stored)
+        context = settings.get("max_position_embeddings", context)
+        files |= files_of_origin(folder, settings, ending, usual)
+        ending = None  # as those files say
+    if found is not None:
+        files |= exported(found, config.vocab_size, context)
     qwen3.write_hf(
         config,
-        {name: cast(weight, dtype) for name, weight in stored_weights(checkpoint).items()},
+        weights,
         output,
         context=context,
-        eod_id=end_of_document(checkpoint, eod) if found is None else found.eod_id,
-        sampling=sampling(found, config.vocab_size),
+        eod_id=None if ending is None else ending.eod_id,
+        sampling=usual,
         files=files,
     )
     return output
+
+
+def files_of_origin(
+    folder: Path, settings: dict, ending: AnyTokenizer | None, usual: dict
+) -> dict[str, bytes]:
+    """config.json with these settings of the model, and generation_config.json, both with what ends
+    a text now; what the folder that the model has come from says of generation stays.
+    """
+    said = read_settings(folder / origin.GENERATION)
+    stops = origin.stop_ids(folder)
+    if ending is not None and not stops:
+        ends = qwen3.generation(ending.eod_id, usual)
+        said = ends | {key: value for key, value in said.items() if value is not None}
+        settings |= {key: ends[key] for key in qwen3.ENDS if settings.get(key) is None}
+    elif ending is not None and not stops_there(ending, folder):
+        settings["eos_token_id"] = [ending.eod_id, *stops]
+        said |= {"eos_token_id": settings["eos_token_id"]} if said else {}
+
+    files = origin.contents(folder, ("LICENSE*", "NOTICE*"))
+    for name, content in ((origin.CONFIG, settings), (origin.GENERATION, said)):
+        if content:
+            files[name] = origin.rewritten(folder / name, content)
+    return files
+
+
+def stops_there(tokenizer: AnyTokenizer, folder: Path) -> bool:
+    """Whether the token that ends a document is one that the folder names to end a text."""
+    if tokenizer.eod_id in origin.stop_ids(folder):
+        return True
+    named = named_token(folder, "eos_token")
+    return isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.eod_token == named
 
 
 def sampling(tokenizer: AnyTokenizer | None, vocab_size: int) -> dict:
@@ -173,7 +221,8 @@ def tokenizer_of(checkpoint: Checkpoint, given: str, eod: str) -> AnyTokenizer |
     if given == NONE:
         return None
     run = checkpoint.folder.parent
-    path = given or find_tokenizer(run)
+    kept = origin.kept(run) / TOKENIZER
+    path = given or (kept if kept.is_file() else find_tokenizer(run))
     if path is None:
         raise ValueError(
             f"{run} has no tokenizer: give --tokenizer PATH, or --tokenizer {NONE} to export the "
@@ -193,15 +242,15 @@ def end_token(run: Path, tokenizer: Path) -> str | None:
     return named if is_hugging_face and isinstance(named, str) else None
 
 
-def end_of_document(checkpoint: Checkpoint, eod: str = "") -> int | None:
-    """The id of `eod`, or the one that ends a document, from the run's tokenizer; None without."""
+def own_tokenizer(checkpoint: Checkpoint, eod: str = "") -> AnyTokenizer | None:
+    """The run's tokenizer, whose documents end with `eod` if it is given; None without."""
     run = checkpoint.folder.parent
     path = find_tokenizer(run)
     if path is None and eod:
         raise ValueError(
             f"--eod {eod} is a token, and {run} has no tokenizer that knows its id: drop --eod"
         )
-    return load_tokenizer(path, eod or None).eod_id if path else None
+    return load_tokenizer(path, eod or None) if path else None
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ standard output as it is sampled; the rate goes to standard error. With `--ids` 
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +41,7 @@ class GenerateConfig(SourceConfig):
     prompt: str | None = flag(None, "text to continue")
     ids: tuple[str, ...] = flag((), "token ids to continue; ids are printed", many=True)
     max_new_tokens: int = flag(
-        128, "most new tokens; with --prompt, fewer if the document ends earlier", at_least=1
+        128, "most new tokens; with --prompt, fewer if the text ends earlier", at_least=1
     )
     temperature: float = flag(TEMPERATURE, "0: always the most probable token")
     top_k: int = flag(TOP_K, "sample among the k most probable tokens; 0: all")
@@ -79,8 +79,8 @@ def run(given: GenerateConfig):
 
     tokenizer = tokenizer_of(source, given.tokenizer, ", or --ids instead of --prompt")
     prompt = tokenizer.encode(given.prompt) or [tokenizer.eod_id]
-    stop = {"stop_id": tokenizer.eod_id, "vocab_size": tokenizer.vocab_size}
-    ids = sampled(given, source, device, prompt, **stop)
+    stops = source.stop_ids(tokenizer)
+    ids = sampled(given, source, device, prompt, stops, tokenizer.vocab_size)
     text = tokenizer.stream()
     stream(given.prompt, ids, text.push, text.finish)
 
@@ -100,7 +100,7 @@ def sampled(
     source: Source,
     device: torch.device,
     prompt: list[int],
-    stop_id: int | None = None,
+    stop_ids: Collection[int] = (),
     vocab_size: int | None = None,
 ) -> Iterator[int]:
     """Load the model, and yield the ids that continue the prompt; ValueError if their keys and
@@ -125,7 +125,7 @@ def sampled(
         top_k=given.top_k,
         top_p=given.top_p,
         seed=given.seed,
-        stop_id=stop_id,
+        stop_ids=stop_ids,
         vocab_size=vocab_size,
         captured=True,
     )

@@ -189,7 +189,14 @@ def run(
     if device.type == "cuda":
         cast_matrices(model)
     window = given.max_length or source.reach
-    lm = LonghaulLM(model, tokenizer, window, device, batch_size=given.batch_size)
+    lm = LonghaulLM(
+        model,
+        tokenizer,
+        window,
+        device,
+        batch_size=given.batch_size,
+        stop_ids=source.stop_ids(tokenizer),
+    )
     results = simple_evaluate(
         lm,
         tasks=tasks,

@@ -13,6 +13,7 @@ import torch
 
 from base.flags import PRECISIONS, precision, spellings
 from base.untrusted import refuse_pickle
+from data import origin
 from data.hugging_face import hash_of_folder
 from data.load_tokenizer import AnyTokenizer, find_tokenizer, hash_of_ids, load_tokenizer
 from data.losses import Outspoken
@@ -64,7 +65,7 @@ class Source:
         """ValueError or CheckpointError for a folder without a sound model."""
         folder = Path(named)
         refuse_pickle(folder)
-        if (folder / "config.json").is_file():
+        if qwen3.is_folder(folder):
             config = ModelConfig(**qwen3.read_config(folder))
             return Source(folder, config, None, config.rope_reach)
         checkpoint = verified(newest(folder))
@@ -75,6 +76,11 @@ class Source:
     def tokenizer_folder(self) -> Path:
         """Where its tokenizer is, if it is anywhere."""
         return self.folder if self.checkpoint is None else self.folder.parent
+
+    def stop_ids(self, tokenizer: AnyTokenizer) -> set[int]:
+        """The ids at which the model stops: of its folder, and what ends a document."""
+        folder = self.folder if self.checkpoint is None else origin.kept(self.folder.parent)
+        return {tokenizer.eod_id, *origin.stop_ids(folder)}
 
     def read_with(self, attention: str, blocks: Sequence[str]) -> Self:
         """The same model with another attention, if one is named."""

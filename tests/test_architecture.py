@@ -27,6 +27,7 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
         "data",
         "longhaul.elementwise",
         "longhaul.exits",
+        "longhaul.mismatch",
         "longhaul.other_names",
         "longhaul.sparse",
         "longhaul.vocab",

@@ -216,7 +216,7 @@ def test_equal_seeds_repeat_and_others_differ(decoder):
 
 def test_the_stop_token_ends_the_text_and_ids_stay_below_the_tokenizers_vocabulary(decoder):
     first = next(generate(decoder, [1], 1, temperature=0))
-    assert list(generate(decoder, [1], 9, temperature=0, stop_id=first)) == []
+    assert list(generate(decoder, [1], 9, temperature=0, stop_ids=[first])) == []
     assert max(generate(decoder, [1], 40, temperature=5.0, top_k=0, vocab_size=7)) < 7
 
 

@@ -104,7 +104,9 @@ def folder(tmp_path_factory) -> Path:
     )
 
     decoder = kernels.decoder(ModelConfig(**SMALL), seed=1)
-    qwen3.to_hf(decoder, root / "model", context=WINDOW, eod_id=EOD)
+    padding = list(range(load_tokenizer(tokenizer).vocab_size, PADDED))
+    sampling = dict(suppress_tokens=padding)
+    qwen3.to_hf(decoder, root / "model", context=WINDOW, eod_id=EOD, sampling=sampling)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tokenizer / name, root / "model" / name)
     return root / "model"

@@ -61,7 +61,7 @@ def rope_words(scaling: str, factor: float, original: int) -> str:
     """--rope_scaling of these fields of ModelConfig."""
     if scaling == "none" and original == ModelConfig.rope_original_context:
         return scaling
-    return f"{scaling}:{factor:g}:{original}"
+    return f"{scaling}:{repr(factor).removesuffix('.0')}:{original}"
 
 
 def check_dropped(recorded: dict) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from base.tensors import Later
 from base.untrusted import refuse_pickle
-from data import hugging_face
+from data import hugging_face, origin
 from data.dataset import Dataset
 from data.load_tokenizer import hash_of_ids
 from longhaul import kernels, lengths, qwen3
@@ -65,6 +65,11 @@ class Start:
         """Where the tokenizer of the weights is, if it is anywhere."""
         return self.folder if self.checkpoint is None else self.folder.parent
 
+    @property
+    def origin(self) -> Path:
+        """The folder with what a Hugging Face folder says besides its weights."""
+        return self.folder if self.checkpoint is None else origin.kept(self.folder.parent)
+
 
 def digest(folder: Path) -> str:
     """SHA-256 of what decides a model: the manifest of a checkpoint, which has the hashes of its
@@ -90,7 +95,7 @@ def read(named: str) -> Start:
     """
     folder = Path(named)
     refuse_pickle(folder)
-    if (folder / "config.json").is_file():
+    if qwen3.is_folder(folder):
         return _of_hugging_face(folder)
     if (folder / format.MANIFEST).is_file() or any(folder.glob("step-????????")):
         return _of_checkpoint(folder)
@@ -111,9 +116,11 @@ def _of_checkpoint(folder: Path) -> Start:
     with format.checkpoint_errors(checkpoint.folder):
         config = format.model_config(checkpoint)
 
+    context = trained_context(checkpoint)
     if config.rope_scaling == "none":
-        context = trained_context(checkpoint)
         config = dataclasses.replace(config, rope_original_context=context)
+    if config.rope_scaling == "llama3" and context > config.rope_reach:
+        config = dataclasses.replace(config, rope_context=context)
     return Start(checkpoint.folder, config, _row(checkpoint), checkpoint)
 
 
@@ -244,7 +251,10 @@ def _overrides(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _model_settings(settings: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
     """The preset that is nearest to the model, and what differs from it."""
-    shape = {name: getattr(config, name) for name in (*qwen3.SHAPE, "init_std")}
+    names = [*qwen3.SHAPE, "init_std"]
+    if "rope_scaling" not in settings:
+        names.append("rope_context")
+    shape = {name: getattr(config, name) for name in names}
     vocabulary = shape.pop("vocab_size")
     given = _overrides(settings).items()
     shape |= {name: value for name, value in given if name not in qwen3.SHAPE}

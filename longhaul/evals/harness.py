@@ -15,7 +15,7 @@ Two things differ. A prompt that is longer than the window is refused, not cut f
 special token that is spelled in a text is text, as in training.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -79,6 +79,7 @@ class LonghaulLM(TemplateLM):
     """A decoder and its tokenizer, with what the harness asks of a model.
 
     `window`: tokens that the model can read. `batch_size`: texts that pass at once, at most.
+    `stop_ids`: tokens that end a generated text, besides the end of a document.
     Requests that do not fit the window raise ValueError before any is computed.
     """
 
@@ -90,6 +91,7 @@ class LonghaulLM(TemplateLM):
         device: torch.device | str = "cpu",
         batch_size: int = 64,
         seed: int = 0,
+        stop_ids: Collection[int] = (),
     ):
         super().__init__()
         self.model = model
@@ -97,6 +99,7 @@ class LonghaulLM(TemplateLM):
         self.window = window
         self.batch_size = batch_size
         self.seed = seed
+        self.stop_ids = {tokenizer.eod_id, *stop_ids}
         self.scorer = ModelScorer(model, device)
         self._device = torch.device(device)
         self._asked: Sequence[Instance] = ()
@@ -284,7 +287,7 @@ class LonghaulLM(TemplateLM):
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             seed=seed,
-            stop_id=self.eot_token_id,
+            stop_ids=self.stop_ids,
             vocab_size=self.own_tokenizer.vocab_size,
             captured=True,
         )

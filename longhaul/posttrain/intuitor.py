@@ -8,6 +8,7 @@ empty, groups whose rewards are all alike, and a policy that repeats itself.
 Letters: P tokens of a prompt, T of a response, G responses of a group, V vocabulary.
 """
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -47,21 +48,23 @@ KL_STEPS = 20  # steps of that median, at most; a quarter of them at least
 @dataclass(frozen=True)
 class Answers:
     """Compares responses with reference answers: of both, what follows the last marker, if the data
-    have one (`answer_id` of their manifest), and stands before the end of the document.
+    have one (`answer_id` of their manifest), and stands before the end of the document, or before
+    another token of `stop_ids` that ends a response.
     """
 
     eod_id: int
     answer_id: int | None = None
+    stop_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, dataset: Dataset) -> "Answers":
+    def of(cls, dataset: Dataset, stop_ids: tuple[int, ...] = ()) -> "Answers":
         """Those of a dataset."""
-        return cls(dataset.eod_id, dataset.manifest.answer_id)
+        return cls(dataset.eod_id, dataset.manifest.answer_id, stop_ids)
 
     def answer(self, tokens: list[int]) -> list[int] | None:
         """The answer in a response; None if its marker is missing."""
-        if self.eod_id in tokens:
-            tokens = tokens[: tokens.index(self.eod_id)]
+        ends = {self.eod_id, *self.stop_ids}
+        tokens = list(itertools.takewhile(lambda token: token not in ends, tokens))
         if self.answer_id is None:
             return tokens
         if self.answer_id not in tokens:

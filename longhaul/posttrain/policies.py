@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from data import origin
 from data.dataset import Dataset
 from data.load_tokenizer import load_tokenizer
 from data.mixture import Corpus
@@ -198,9 +199,11 @@ class IntuitorSource(PolicySource):
         self.objective = PolicyObjective(self.cfg.policy_loss(), self.reference)
         state.objective = self.objective
 
+        stops = dist.on_rank0(lambda: origin.stop_ids(origin.kept(ready.folder)), ready.world)
         sampling = self.cfg.sampling(ready.dataset.eod_id, self.drawn)
+        sampling = dataclasses.replace(sampling, stop_ids=stops)
         self.asked = self.cfg.validation_sampling(sampling)
-        self.answers = intuitor.Answers.of(ready.dataset)
+        self.answers = intuitor.Answers.of(ready.dataset, stops)
         self.training = self._maker(sampling)
         self.sampling_seconds = 0.0
 

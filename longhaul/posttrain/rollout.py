@@ -41,6 +41,7 @@ class Sampling:
     vocab_size: int | None = None  # only ids below it are drawn; None: all
     seed: int = 0
     prompts: int = 8  # that are answered at once, at most
+    stop_ids: tuple[int, ...] = ()  # tokens that end a response, besides the end of a document
 
     def __post_init__(self):
         check_sampling(self.temperature, top_k=0, top_p=1.0)
@@ -51,9 +52,16 @@ class Sampling:
                 "give at least 1 of each"
             )
 
+    def ends(self, tokens: Tensor) -> Tensor:
+        """Whether each of the tokens ends a response."""
+        ends = tokens == self.eod_id
+        for index in self.stop_ids:
+            ends = ends | (tokens == index)
+        return ends
+
 
 class Sample(NamedTuple):
-    """A sampled response, on the host: its tokens with the end of the document, which a truncated
+    """A sampled response, on the host: its tokens with the one that ends it, which a truncated
     one lacks, and the statistics of each (longhaul/vocab/) when it was drawn, in float32.
     """
 
@@ -64,7 +72,7 @@ class Sample(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether the end of the document is all of it."""
+        """Whether its end is all of it."""
         return len(self.tokens_T) == 1 and not self.truncated
 
 
@@ -326,7 +334,7 @@ class _Sampler:
             figures.append(figures_SR)
             self._judge(figures_SR, ended_R, batch, position)
             token_R1 = figures_SR[0].long()[:, None]
-            ended_R = ended_R | (token_R1[:, 0] == self.sampling.eod_id)
+            ended_R = ended_R | self.sampling.ends(token_R1[:, 0])
 
             going_on = self.fault is None and not bool(ended_R.all())
             if not dist.any_rank(going_on):
@@ -395,9 +403,9 @@ class _Sampler:
         }
 
     def _sample(self, figures_ST: Tensor) -> Sample:
-        """The response whose tokens are those up to the first end of the document."""
+        """The response whose tokens are those up to the first that ends it."""
         tokens_T = figures_ST[0].long()
-        ends = (tokens_T == self.sampling.eod_id).nonzero()
+        ends = self.sampling.ends(tokens_T).nonzero()
         length = int(ends[0]) + 1 if len(ends) else len(tokens_T)
         logprob_T, self_certainty_T = figures_ST[1:, :length].float().unbind(0)
         return Sample(tokens_T[:length], logprob_T, self_certainty_T, truncated=not len(ends))

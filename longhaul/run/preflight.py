@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from base import durable
-from data import corpus, mixture, order, staged
+from data import corpus, mixture, order, origin, staged
 from data.dataset import Dataset, check_vocab, open_dataset
-from data.export_tokenizer import complete_tokenizer
 from data.load_tokenizer import require_usable
 from data.loader import Order
 from data.mixture import Corpus
@@ -425,16 +424,15 @@ def take_folder(ready: Ready, record: dict | None, stamps: dict, guard: Guard):
 
 def copy_tokenizer(dataset: Dataset, weights: start.Start | None, folder: Path):
     """The tokenizer next to the checkpoints, so that they can be used without the data. What the
-    folder of --init_from knows besides its ids, such as a chat template, goes along.
+    folder of --init_from says besides its weights, such as a chat template, goes along.
     """
-    files = {path.name: path.read_bytes() for path in dataset.tokenizer_files()}
-    if weights is not None:
-        files = complete_tokenizer(files, weights.tokenizer_folder)
-    for name, content in files.items():
-        if not (folder / name).exists():
+    for path in dataset.tokenizer_files():
+        if not (folder / path.name).exists():
             temporary = folder / ".tmp-tokenizer"
-            temporary.write_bytes(content)
-            temporary.rename(folder / name)
+            temporary.write_bytes(path.read_bytes())
+            temporary.rename(folder / path.name)
+    if weights is not None:
+        origin.keep(weights.origin, folder)
 
 
 def lock(folder: Path, guard: Guard):

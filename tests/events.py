@@ -4,10 +4,6 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 
-import torch
-
-from footprint.measure import peak_bytes
-
 
 def calls(work: Callable[[], object]) -> int:
     """Calls of Python and C functions while `work()` runs."""
@@ -34,16 +30,3 @@ def python_bytes(work: Callable[[], object]) -> int:
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-
-
-def allocated_bytes(work: Callable[[], object]) -> int:
-    """Most bytes that `work()` held, of tensors and of Python together: at most the sum of the two
-    peaks. Mapped files are not allocated.
-    """
-    held = 0
-
-    def traced():
-        nonlocal held
-        held = python_bytes(work)
-
-    return peak_bytes(traced, torch.device("cpu")) + held

@@ -62,7 +62,7 @@ def test_pairs_stand_in_noise_and_are_asked_at_the_end():
 def test_short_documents_ask_keys_again_and_only_they_are_periodic():
     forms = [Form(32, 8, again=True), Form(64, 9)]
     kinds = {32: set(), 64: set()}
-    for tokens, _, learned in recall.documents(forms, 6400, 0.5, 1):
+    for tokens, _, learned, *_ in recall.documents(forms, 6400, 0.5, 1):
         asked = tokens[np.flatnonzero(learned) - 1].tolist()
         again = len(set(asked)) < len(asked)
         period = int(np.flatnonzero(learned)[0]) - 1
@@ -105,7 +105,7 @@ def test_noise_of_its_own_ids_shares_none_with_pairs_and_each_kind_comes_as_ofte
     assert not IDS["own"] & IDS["values"] and not IDS["own"] & IDS["keys"]
     assert IDS["all"] == IDS["own"] | IDS["values"] | IDS["keys"]
     times = dict.fromkeys(recall.NOISES, 0)
-    for tokens, _, learned in recall.documents([Form(2048, 64)], 2048 * 500, 0.5, 3):
+    for tokens, _, learned, *_ in recall.documents([Form(2048, 64)], 2048 * 500, 0.5, 3):
         noise = set(parted(tokens, learned)[1])
         kinds = [kind for kind in IDS if noise <= IDS[kind]]
         times[kinds[0]] += 1
@@ -114,7 +114,7 @@ def test_noise_of_its_own_ids_shares_none_with_pairs_and_each_kind_comes_as_ofte
 
 def test_long_documents_have_8_pairs_or_more_and_small_numbers_as_often_as_large():
     numbers = []
-    for _, _, learned in recall.documents([Form(256, 64)], 256 * 2000, 0.5, 4):
+    for _, _, learned, *_ in recall.documents([Form(256, 64)], 256 * 2000, 0.5, 4):
         numbers.append(int(learned.sum()))
     assert min(numbers) == 8 and max(numbers) > 60
     halves = [sum(number < 16 for number in numbers), sum(number >= 32 for number in numbers)]

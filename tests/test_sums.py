@@ -24,7 +24,7 @@ def test_a_worked_response_writes_ones_tens_and_the_answer():
 def test_every_sum_is_there_once_and_guesses_are_near(worked):
     seen = set()
     right = []
-    for tokens, _, learned in sums.documents(worked, seed=3):
+    for tokens, _, learned, *_ in sums.documents(worked, seed=3):
         assert len(tokens) == len(learned) == 16 and tokens[learned][-1] == END
         first, second = number(tokens[:2]), number(tokens[3:5])
         seen.add((first, second))

@@ -14,9 +14,11 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
+from footprint.measure import peak_bytes
 from selfcheck.faults.readers import TARGETS, Target
-from tests.events import allocated_bytes
+from tests.events import python_bytes
 
 INPUTS = 400
 SECONDS = 10  # of CPU time, for one input
@@ -50,17 +52,19 @@ def read_all(target: Target, good, folder: Path, log: Path):
     os.dup2(screen, 1)
     os.dup2(screen, 2)
     refused = []
+    held = []
 
     def read_each():
         for seed in range(INPUTS):
             os.write(screen, f"\nseed {seed}\n".encode())
             target.damage(random.Random(seed), good, folder)
             signal.setitimer(signal.ITIMER_PROF, SECONDS)
-            refused.append(is_refused(target, folder))
+            held.append(python_bytes(lambda: refused.append(is_refused(target, folder))))
             signal.setitimer(signal.ITIMER_PROF, 0)
 
-    held = allocated_bytes(read_each)
-    os.write(screen, f"\n{json.dumps([sum(refused), held])}\n".encode())
+    tensors = peak_bytes(read_each, torch.device("cpu"))
+    figures = [sum(refused), tensors + max(held)]
+    os.write(screen, f"\n{json.dumps(figures)}\n".encode())
 
 
 def is_refused(target: Target, folder: Path) -> bool:

@@ -83,9 +83,11 @@ def pickles(trials: int, folder: Path) -> str:
             UNOPENED in said and "convert to safetensors" in said,
             f"{main.__module__}: {said[-300:]}",
         )
+    text = folder / "text.txt"
+    text.write_text("some words\n")
     for pickle in (bare, archive):
         code, said = prepared(
-            folder, "--input", data / "val.idx", "--output", folder / "out", "--tokenizer", pickle
+            folder, "--input", text, "--output", folder / "out", "--tokenizer", pickle
         )
         require(code == 2 and UNOPENED in said, f"tokenizer: {code} {said}")
     _under_good_names(folder, mark)

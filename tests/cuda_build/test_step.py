@@ -209,7 +209,7 @@ def offload(state: step.TrainState, pinned: set[int], monkeypatch) -> None:
     copies.copying_on = lambda device: Streams()
 
 
-FIGURES = "longhaul/step.py: norm, *found ="  # all figures of a step in one copy
+FIGURES = "longhaul/step.py: norm, weight, *found ="  # all figures of a step in one copy
 FINITE = "longhaul/optimizers.py: elif square.is_meta or square.isfinite():"
 
 

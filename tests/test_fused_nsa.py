@@ -499,7 +499,9 @@ def test_all_kernels_compile_for_a_card_without_having_it(capability):
 def test_the_kernel_that_takes_most_fits_the_foreseen_shared_memory_in_fp32_too():
     available = SHARED_MEMORY[90] * 1024
     (kernel,) = compiled_for(90, "float32")
-    assert kernel["shared"] <= tiles.shared_memory_needed(4, 128, 4, 64, available) <= available
+    needed = tiles.shared_memory_needed(4, 128, 4, 64, available)
+    assert kernel["shared"] <= needed
+    assert (needed <= available) == (not tiles.TRITON_3_8)
 
 
 # ---- a real GPU

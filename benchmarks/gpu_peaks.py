@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 from base.flags import Parser
 from footprint import predict
-from footprint.html import PALETTE, title
 from footprint.picture import COLOURS, WORDS
+from footprint.svg import PALETTE, title
 
 MEASURED = Path(__file__).with_suffix(".json")
 MIB = 2**20

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from footprint.allocator import GIB, MIB, Replay
-from footprint.html import PALETTE, nice, title
+from footprint.svg import PALETTE, nice, title
 from footprint.timeline import Sizes, alike, peak_times, sizes_at, used_categories
 from footprint.trace import Storage, Trace, first_of_each
 

@@ -10,46 +10,24 @@ from pathlib import Path
 
 from footprint.allocator import Replay, of_step, replays_of
 from footprint.picture import picture
-from footprint.svg import PALETTE
 from footprint.trace import Trace
 
-STYLE = (
-    PALETTE
-    + """
+STYLE = """
 body {
   margin: 0 auto; padding: 1.2rem 1.5rem 3rem; max-width: 1240px;
   background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
 }
 h1 { font-size: 1.45rem; margin: 0 0 .2rem; }
-h2 { font-size: 1.12rem; margin: 2rem 0 .5rem; }
-p { margin: .3rem 0; max-width: 75ch; }
-.faint, caption { color: var(--faint); }
-caption { text-align: left; padding-bottom: .3rem; }
-svg { width: 100%; height: auto; display: block; font: 13px system-ui, sans-serif; }
-svg text { fill: var(--ink); }
-svg .faint { fill: var(--faint); }
+svg { width: 100%; height: auto; display: block; }
 svg:focus-visible { outline: 3px solid #56b4e9; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
-th, td {
-  padding: .25rem .6rem; border-bottom: 1px solid var(--line);
-  text-align: left;
-}
-thead th { border-bottom: 2px solid var(--line); }
-.n { text-align: right; white-space: nowrap; }
-code { font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
-.sum th, .sum td { font-weight: 650; }
-.peak th, .peak td { color: var(--mark); font-weight: 650; }
 .hover:hover, .hover.on { fill: var(--ink); fill-opacity: .16; }
+#details, pre { overflow-x: auto; font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; }
 #details {
-  display: block; white-space: pre-wrap; min-height: 11.5em; overflow-x: auto;
-  font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace;
+  display: block; white-space: pre-wrap; min-height: 11.5em;
   background: var(--band); border-radius: 6px; padding: .6rem .8rem;
 }
-pre { overflow-x: auto; font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; }
 """
-)
 SCRIPT = """
 (function () {
   var details = document.getElementById("details");

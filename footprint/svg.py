@@ -51,7 +51,7 @@ def element(
         name = name.rstrip("_").replace("_", "-")
         if isinstance(value, float):
             value = round(value, 2)
-        words.append(f'{name}="{value}"')
+        words.append(f'{name}="{escape(str(value))}"')
     opening = " ".join(words)
     return f"<{opening}>{content}</{tag}>" if content else f"<{opening}/>"
 
@@ -147,7 +147,7 @@ def picture(
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {width:g} {height:g}",
         role="img",
-        aria_label=escape(label),
+        aria_label=label,
         **more,
     )
 
@@ -174,7 +174,7 @@ class Scale:
         base: int,
     ) -> "Scale":
         """A logarithmic scale from a power of the base to another one, with all numbers."""
-        powers = [math.log(number, base) for number in numbers]
+        powers = [round(math.log(number, base), 9) for number in numbers]
         low = math.floor(min(powers))
         high = max(math.ceil(max(powers)), low + 1)
         return cls(float(base) ** low, float(base) ** high, start, end, base)

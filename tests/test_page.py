@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from footprint import timeline
+from footprint import svg, timeline
 from footprint.allocator import MIB, replay
 from footprint.page import page, write
 from footprint.picture import COLOURS, amount
@@ -95,6 +95,16 @@ def test_a_logarithmic_axis_holds_all_numbers_and_labels_what_has_room():
     places = [scale(tick) for tick in scale.ticks()]
     assert np.diff(places) == pytest.approx(45.5, abs=0.11)
     assert (places[0], places[-1]) == (70, 434)
+    assert Scale.around([1000], 0, 1, base=10).ticks() == pytest.approx([1000, 10_000])
+
+
+def test_any_words_leave_a_picture_that_is_xml():
+    words = """<b> & "quoted" 'too'"""
+    parts = [svg.text(words, 1, 2), svg.dot(1, 2, words), svg.key({words: "#fff"}, 0, 0, 9, 9)]
+    drawn = ElementTree.fromstring(svg.picture(20, 10, words, parts))
+    assert drawn.get("aria-label") == words
+    assert [found.text for found in drawn.findall("{*}text")] == [words, words]
+    assert drawn.find("{*}circle/{*}title").text == words
 
 
 def test_every_category_has_its_colour_and_its_place():

@@ -474,18 +474,20 @@ def test_the_picture_has_a_cell_with_its_score_for_each_depth_and_length():
         depths = scores_EL.shape[0]
         for (row, column), value in np.ndenumerate(scores_EL):
             depth = f"{100 * (row + 0.5) / depths:.0f}%"
-            fill, words = cells[f"{name}, {found.lengths[column]} tokens, depth {depth}"]
-            assert words == heatmap.percent(value)
-            assert fill == ("var(--band)" if np.isnan(value) else f"rgb{svg.colour(value)}")
+            box, words = cells[f"{name}, {found.lengths[column]} tokens, depth {depth}"]
+            assert words.text == heatmap.percent(value)
+            fill = "var(--band)" if np.isnan(value) else f"rgb{svg.colour(value)}"
+            assert box.get("fill") == fill
+
+            first, _ = cells[f"{name}, {found.lengths[0]} tokens, depth 6%"]
+            assert float(box.get("x")) - float(first.get("x")) == heatmap.CELL * column
+            assert float(box.get("y")) - float(first.get("y")) == heatmap.LINE * row
 
 
-def cells_of(drawn: str) -> dict[str, tuple[str, str]]:
-    """Colour and words of each cell, by its tooltip."""
-    found = {}
-    for group in ElementTree.fromstring(drawn).findall("{*}g"):
-        tooltip, box, words = group
-        found[tooltip.text] = box.get("fill"), words.text
-    return found
+def cells_of(drawn: str) -> dict[str, list[ElementTree.Element]]:
+    """Box and words of each cell, by its tooltip."""
+    groups = ElementTree.fromstring(drawn).findall("{*}g")
+    return {tooltip.text: shapes for tooltip, *shapes in groups}
 
 
 def test_a_higher_score_is_a_lighter_colour():

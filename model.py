@@ -1712,14 +1712,15 @@ class Decoder(nn.Module):
         """
         hidden_BTD = self.hidden(tokens_BT, positions, doc_ids, cache, rows)
         hidden_ND = hidden_BTD.flatten(0, 1)
+        shape = hidden_BTD.shape[:2]
         if labels_BT is None and head is not None:
             return self.lm_head(hidden_ND, head)
         if labels_BT is None:
-            return self.lm_head(hidden_ND, logits).unflatten(0, tokens_BT.shape)
+            return self.lm_head(hidden_ND, logits).unflatten(0, shape)
 
-        if labels_BT.shape != tokens_BT.shape:
+        if labels_BT.shape != shape:
             raise ValueError(
-                f"labels are {tuple(labels_BT.shape)} and tokens {tuple(tokens_BT.shape)}: "
+                f"labels are {tuple(labels_BT.shape)} and tokens {tuple(shape)}: "
                 "give one target per position (labels[:, t] is the target of position t)"
             )
         if self.validate:

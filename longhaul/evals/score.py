@@ -198,7 +198,7 @@ def answers(
 
 def text_sizes(item: Item) -> list[list[int]]:
     """Tokens of each text of each row: of the documents of packed rows, else of whole rows."""
-    B, T = item.tokens_BT.shape
+    B, T = item.labels_BT.shape
     if item.doc_ids is None:
         return [[T]] * B
     sizes = []

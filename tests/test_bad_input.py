@@ -23,7 +23,7 @@ import profile_memory
 import train
 import verify_chunked_loss
 from base.flags import underscored
-from benchmarks import attention, levers, linear_ce, vocab_loss
+from benchmarks import attention, linear_ce, vocab_loss
 from benchmarks.gpu import command
 from data import prepare, recall, report, sums
 from scripts import (
@@ -79,7 +79,6 @@ DOORS = {
     "proof": (proof_figures.main, ""),
     "settings": (settings.main, ""),
     "gpu": (command.main, "--out {new}"),
-    "levers": (levers.main, "--out {new}"),
     "losses": (vocab_loss.main, "--out {new}"),
     "kernels": (linear_ce.main, ""),
     "attention": (attention.main, ""),
@@ -480,8 +479,6 @@ proof --folder {folder} --seeds x
 settings --ouput x
 gpu --only lss
 gpu --deadline -1
-levers --tokens 0
-levers --only plian
 losses --cases 512
 losses --device gpu
 attention --dtypes fp8

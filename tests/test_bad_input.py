@@ -36,7 +36,6 @@ from scripts import (
     proof_figures,
     reward,
     run_full_analysis,
-    settings,
 )
 from selfcheck import equivalence, fault_matrix
 
@@ -77,7 +76,6 @@ DOORS = {
     "sums": (sums.main, "--output {new}"),
     "recall": (recall.main, "--output {new}"),
     "proof": (proof_figures.main, ""),
-    "settings": (settings.main, ""),
     "gpu": (command.main, "--out {new}"),
     "losses": (vocab_loss.main, "--out {new}"),
     "kernels": (linear_ce.main, ""),
@@ -476,7 +474,6 @@ proof --folder {folder}
 proof --folder /nonexistent
 proof --folder {folder} --proof convert
 proof --folder {folder} --seeds x
-settings --ouput x
 gpu --only lss
 gpu --deadline -1
 losses --cases 512

@@ -370,7 +370,6 @@ prepare --input {torn_parquet}
 prepare --input {torn_zst}
 prepare --input {folder}/*.nothing
 prepare --input memory://nowhere
-prepare --input {good_jsonl} --text_field {{
 prepare --input {good_jsonl} --text_field text.x
 prepare --encoding utf-16
 prepare --max_document_mib 0
@@ -383,7 +382,6 @@ prepare --input {text} --input {text}
 prepare --input {text} --answer_field answer
 prepare --input {good_jsonl} --answer_field=
 prepare --input {good_jsonl} --answer_field answer --documents directory
-prepare --input {good_jsonl} --answer_field {{answer
 prepare --ouput=x
 prepare --vocab_size many
 prepare --tokenizer {other_tokenizer} --vocab_size 300

@@ -453,6 +453,10 @@ reward --output {folder}
 reward --steps -1
 reward --held_out 1
 harness --limit -1
+harness --batch_size -1
+harness --include_path /nonexistent
+harness --output /
+harness --task x
 sums --output {folder}
 sums --worked 2
 sums --seed -1

@@ -29,7 +29,7 @@ class Kind:
     settings: str = ""
     # The kind that the planner proposes if this one does not fit.
     cheaper: str = ""
-    # Whether a cache can take a prompt in several forwards, and be rewound.
+    # Whether a cache can take a prompt in several forwards.
     prompt_in_parts: bool = True
     # Whether a Hugging Face Qwen3 folder can hold it.
     is_qwen3: bool = False

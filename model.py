@@ -716,8 +716,6 @@ def packed_attention(
 class LayerCache:
     """Keys and values of one layer, [B, max_length, G, K], filled from the left."""
 
-    by_position = True  # it keeps nothing but keys and values of single positions
-
     def __init__(self, shape: tuple[int, int, int, int], device: Device, dtype: torch.dtype):
         self.k_BSGK = torch.empty(shape, device=device, dtype=dtype)
         self.v_BSGK = torch.empty(shape, device=device, dtype=dtype)
@@ -778,17 +776,6 @@ class KVCache:
     def rope(self, rotary: RotaryCache, tokens: int, device: torch.device) -> Rope:
         """cos and sin of so many tokens that come next."""
         return rotary(tokens, device, self.length)
-
-    def rewind(self, length: int) -> None:
-        """Forget what follows the first `length` positions. ValueError for an attention that keeps
-        more than keys and values of single positions.
-        """
-        for layer in self.layers:
-            if not layer.by_position:
-                raise ValueError(
-                    f"a cache of {type(layer).__name__} cannot be rewound: make a new one"
-                )
-            layer.length = min(layer.length, length)
 
 
 class Attention(nn.Module):
@@ -1395,8 +1382,6 @@ def select_blocks(p_N: Tensor, position: Tensor, cfg: NSAConfig) -> Tensor:
 
 class SparseCache:
     """What a layer of plain NSA keeps while decoding: everything that a later token may read."""
-
-    by_position = False
 
     def __init__(
         self,

@@ -2,8 +2,9 @@
 imitation differs from the kernel.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import (
     disable_fake_tensor_cache,
 )
 
+from footprint import recurrent
 from footprint.copies import HALF, LEFT_OVER, RESIZED, left_over, resized
 
 aten = torch.ops.aten
@@ -44,6 +46,19 @@ class FakeTensors(FakeTensorMode):
 
     def __deepcopy__(self, memo: dict) -> "FakeTensors":
         return self
+
+
+@contextlib.contextmanager
+def fake_zeros() -> Iterator[None]:
+    """Views of the zeros that forward derivatives begin with are fake inside the `with` block, too.
+
+    PyTorch's own kernels of the two operators, which others do without, come before its modes: they
+    would return a view on meta.
+    """
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name in ("view", "as_strided"):
+            library.impl(name, torch.library.fallthrough_kernel, "ZeroTensor")
+        yield
 
 
 # ---- operators
@@ -200,6 +215,8 @@ CORRECTED: dict[object, Callable] = {
     aten.native_group_norm_backward.default: functools.partial(
         norm_backward, aten.native_group_norm_backward.default
     ),
+    recurrent.FORWARD: recurrent.layer,
+    recurrent.BACKWARD: recurrent.layer_backward,
     **dict.fromkeys(ACTIVATIONS, activation_backward),
     **dict.fromkeys(CONTIGUOUS_GRADIENTS, contiguous_backward),
 }

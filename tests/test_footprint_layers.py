@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from footprint import measure, predict
-from footprint.operators import FakeTensors, corrected
+from footprint.operators import FakeTensors, corrected, is_fake
 from footprint.probe import inside_bytes
 from footprint.workspace import KernelWorkspaces, ProbedWorkspaces
 
@@ -487,6 +487,17 @@ def test_what_is_loaded_inside_build_ends_with_it(tmp_path):
         return state
 
     assert predict(build, step, "cpu").peak == predict(new, step, "cpu").peak
+
+
+def test_fake_tensors_are_what_pytorch_takes_for_them(monkeypatch):
+    made = object()  # as if in C++, which is no FakeTensor
+    name = "torch._subclasses.fake_tensor.is_fake_tensor"
+    monkeypatch.setattr(name, lambda value: value is made, raising=False)
+    assert is_fake(made)
+    monkeypatch.undo()
+    assert not is_fake(torch.ones(2))
+    with FakeTensors():
+        assert is_fake(torch.ones(2))
 
 
 def test_long_rows_of_an_lstm_are_extended_from_shorter_ones(monkeypatch):

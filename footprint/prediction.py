@@ -28,7 +28,7 @@ from footprint.device import Card, target_card
 from footprint.fast_path import FastPath
 from footprint.measure import peak_of_last
 from footprint.operators import WITHOUT_MODE, FakeTensors
-from footprint.outside import Connects, all_patches
+from footprint.outside import STORED, Connects, all_patches
 from footprint.owners import adopt, label, move_data
 from footprint.patches import patched, switched_on
 from footprint.places import DEPTH, StepTracker
@@ -243,12 +243,13 @@ def _on_fake_tensors(
 ) -> Iterator[None]:
     """Operators inside the `with` block allocate nothing and are recorded; errors are refusals."""
     patches = all_patches(tracker) | undisclosed() | written_as_json() | real_batches(tracker)
+    patches |= tracker.given.patches()
     fast_path = FastPath(tracker.known)
     if card:
         fast_path = FastPathOfCuda(tracker.known, tracker.attention)
         patches |= tracker.attention.patches()
     tracker.kernels = fast_path.kernels()
-    replaced = WITHOUT_MODE | fast_path.rules()
+    replaced = WITHOUT_MODE | STORED | tracker.given.rules() | fast_path.rules()
     if card:
         replaced |= rules(tracker.attention)
     reading = Reading(tracker.known, answers, replaced)
@@ -257,6 +258,7 @@ def _on_fake_tensors(
     if card:
         modes.append(AsWritten(tracker.memories))
     fake_tensors = FakeTensors()
+    tracker.given.mode = fake_tensors
     tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo
     with_device = with_a_device(tracker, ranks, card) if card else contextlib.nullcontext()
     with _refusing(), settings_kept(), warnings.catch_warnings():
@@ -264,8 +266,11 @@ def _on_fake_tensors(
         # on a CPU without CUDA, it really is disabled
         warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA")
         warnings.filterwarnings("ignore", message="Accessing the data pointer")  # by deepcopy
-        with patched(patches), fake_tensors, with_device, switched_on(modes), tracker:
-            yield
+        try:
+            with patched(patches), fake_tensors, with_device, switched_on(modes), tracker:
+                yield
+        finally:
+            tracker.given.restore(tracker.roots, tracker.optimizers)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import autocast
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
+from torch.utils._pytree import tree_map_only
 
 from footprint.allocator import GIB
 from footprint.device import Card, cublas_size, multiplying_threads
@@ -51,6 +52,11 @@ def kind(device: object) -> str:
     return ""
 
 
+def _numbered(value: int) -> int | torch.device:
+    """The GPU of a number."""
+    return value if isinstance(value, bool) else CUDA
+
+
 class AsWritten(TorchFunctionMode):
     """Functions of PyTorch that are given or asked for a device."""
 
@@ -66,7 +72,8 @@ class AsWritten(TorchFunctionMode):
         if func in MOVES:
             return self._move(func, args, kwargs, is_steps)
         if func is torch._C._nn._parse_to:  # of Module.to, which asks what a number means
-            args = [CUDA if isinstance(value, int) else value for value in args]
+            args, kwargs = tree_map_only(int, _numbered, (args, kwargs))
+            return func(*args, **kwargs)
         if "device" in kwargs or "pin_memory" in kwargs or func in _device._device_constructors():
             return self._make(func, args, kwargs, is_steps)
         return func(*args, **kwargs)

@@ -6,6 +6,7 @@ is like all that follow. `measure` asks the CPU's allocator what a real step too
 """
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -30,7 +31,7 @@ from footprint.measure import peak_of_last
 from footprint.operators import WITHOUT_MODE, FakeTensors
 from footprint.outside import STORED, Connects, all_patches
 from footprint.owners import adopt, label, move_data
-from footprint.patches import patched, switched_on
+from footprint.patches import defaults_kept, patched, switched_on
 from footprint.places import DEPTH, StepTracker
 from footprint.ranks import GlooWorkspaces, as_rank, group_ends
 from footprint.refusal import NO_NESTED, ON_THE_CPU, Refused, place_of
@@ -53,6 +54,8 @@ NEEDS_CUDA = (
     "found two different devices",
     "found at least two devices",
 )
+# tells transformers to read weights in the thread that runs, whose tensors are fake
+IN_ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 NEEDS_RANKS = "it needs ranks: give world_size above 1"
 # in what PyTorch says -> what to do
 REMEDIES = {
@@ -63,9 +66,6 @@ REMEDIES = {
     "shape_env must not be None": NO_NESTED,
     "TensorLikePair": (
         "torch.jit.trace compares values, which no tensor has: predict the module itself"
-    ),
-    "Attempted to set the storage of a tensor": (
-        "forward derivatives (torch.func.jvp) are not predicted: take backward ones, by vjp"
     ),
     "FlexAttention does not support backward on CPU": (
         "FlexAttention is compiled on a GPU, which is not predicted: predict "
@@ -261,7 +261,8 @@ def _on_fake_tensors(
     tracker.given.mode = fake_tensors
     tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo
     with_device = with_a_device(tracker, ranks, card) if card else contextlib.nullcontext()
-    with _refusing(), settings_kept(), warnings.catch_warnings():
+    with _refusing(), defaults_kept(), settings_kept(), warnings.catch_warnings():
+        os.environ[IN_ONE_THREAD] = "1"
         warnings.filterwarnings("error", message=".*CUDA is not available.*Disabling")
         # on a CPU without CUDA, it really is disabled
         warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA")

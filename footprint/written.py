@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import autocast
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from footprint.allocator import GIB
 from footprint.device import Card, cublas_size, multiplying_threads
@@ -52,9 +52,10 @@ def kind(device: object) -> str:
     return ""
 
 
-def _numbered(value: int) -> int | torch.device:
-    """The GPU of a number."""
-    return value if isinstance(value, bool) else CUDA
+def _numbered(value: object) -> object:
+    """The GPU of a number; anything else as it is."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return CUDA if is_number else value
 
 
 class AsWritten(TorchFunctionMode):
@@ -72,8 +73,10 @@ class AsWritten(TorchFunctionMode):
         if func in MOVES:
             return self._move(func, args, kwargs, is_steps)
         if func is torch._C._nn._parse_to:  # of Module.to, which asks what a number means
-            args, kwargs = tree_map_only(int, _numbered, (args, kwargs))
+            args, kwargs = tree_map(_numbered, (args, kwargs))
             return func(*args, **kwargs)
+        if func is torch.device:
+            return func(*map(_numbered, args[:1]), *args[1:], **kwargs)
         if "device" in kwargs or "pin_memory" in kwargs or func in _device._device_constructors():
             return self._make(func, args, kwargs, is_steps)
         return func(*args, **kwargs)
@@ -285,6 +288,16 @@ def _autocast() -> Patches:
     }
 
 
+def _default_device() -> Patches:
+    """The default device, of which PyTorch asks a tensor that it makes."""
+    told = torch.get_default_device
+
+    def asked() -> torch.device:
+        return CUDA if kind(_device.CURRENT_DEVICE) == "cuda" else told()
+
+    return {(torch, "get_default_device"): asked}
+
+
 def _device_of_fakes(memories: Memories) -> property:
     """A fake tensor's device, which Python code answers before a mode is asked."""
     read = FakeTensor.device.fget
@@ -315,9 +328,7 @@ GENERATOR = torch.Generator
 @contextlib.contextmanager
 def with_a_device(tracker: StepTracker, ranks: int, card: Card) -> Iterator[None]:
     """Steps inside the `with` block find a CUDA device."""
-    default, environment = torch._GLOBAL_DEVICE_CONTEXT, dict(os.environ)
-    before = getattr(default, "device_context", None)
-    patches = _autocast() | {(torch, "Generator"): Generator}
+    patches = _autocast() | _default_device() | {(torch, "Generator"): Generator}
     for owner in (torch.cuda, torch.accelerator):
         patches |= _answers(owner, tracker, ranks, card)
     patches[Tensor, "record_stream"] = constant(None)
@@ -325,11 +336,5 @@ def with_a_device(tracker: StepTracker, ranks: int, card: Card) -> Iterator[None
     if ranks > 1:
         launched = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=min(ranks, 8))
         os.environ.update({name: str(value) for name, value in launched.items()})
-    try:
-        with patched(patches):
-            yield
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
-        if getattr(default, "device_context", None) is not before:
-            torch.set_default_device(before and before.device)
+    with patched(patches):
+        yield

@@ -819,11 +819,6 @@ def packs(state):
     torch.nn.utils.rnn.pack_padded_sequence(torch.randn(8, 2, 4), [8, 5])
 
 
-def derives_forward(state):
-    layer = torch.nn.Linear(4, 4)
-    torch.func.jvp(layer, (torch.ones(2, 4),), (torch.ones(2, 4),))
-
-
 def aligns(state):
     log_probs = torch.randn(50, 2, 20)
     F.ctc_loss(log_probs, torch.ones(2, 9).long(), (50, 50), (9, 9))
@@ -836,7 +831,6 @@ def aligns(state):
         (nests, "predict the padded batch"),
         (traces, "predict the module itself"),
         (packs, "predict the padded batch"),
-        (derives_forward, "take backward ones"),
         (aligns, "S the longest target"),
         (runs_a_kernel, "say what it returns (register_fake)"),
         (takes_an_address, "say what it returns (register_fake)"),

@@ -221,6 +221,15 @@ class Given:
                 parameter.grad = None
 
 
+def remade(real: Tensor) -> Tensor:
+    """A fake tensor with the values of a real one, as if the step had made it of Python's numbers;
+    the real one itself does not count.
+    """
+    with _disable_current_modes():
+        copy = real.detach().clone()
+    return aten.lift_fresh(copy)
+
+
 def _has_memory(tensor: Tensor) -> bool:
     """Whether it is a plain tensor of the host."""
     is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"

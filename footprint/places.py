@@ -171,7 +171,7 @@ class StepTracker(Tracker):
         return corrected(func, self.target)(*args, **kwargs)
 
     def _value(self, value: Tensor):
-        return self.read_argument(value)
+        return self.read_argument(self.given.double(value))
 
     def _record(self, func, args, outputs) -> None:
         if any(map(is_on_meta, tree_leaves(outputs))):
@@ -310,8 +310,13 @@ def refuse_results(outputs: object) -> None:
 
 
 def is_on_meta(value: object) -> bool:
-    """Whether a value is a tensor on meta, which has no memory."""
-    return isinstance(value, Tensor) and value.device.type == "meta"
+    """Whether a value is a tensor on meta, which has no memory. torch.load makes fake tensors there
+    and notes on their storage where they will be.
+    """
+    if not isinstance(value, Tensor) or value.device.type != "meta":
+        return False
+    place = getattr(value.untyped_storage(), "_fake_device", None)
+    return place is None or str(place) == "meta"
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -252,7 +252,7 @@ def _on_fake_tensors(
     replaced = WITHOUT_MODE | STORED | tracker.given.rules() | fast_path.rules()
     if card:
         replaced |= rules(tracker.attention)
-    reading = Reading(tracker.known, answers, replaced)
+    reading = Reading(tracker.known, answers, replaced, tracker.given.double)
     tracker.read_argument = reading.argument
     modes: list[TorchFunctionMode] = [reading]
     if card:

@@ -305,10 +305,15 @@ class Reading(TorchFunctionMode):
     """Answers when Python code asks a fake tensor for its value."""
 
     def __init__(
-        self, known: KnownValues, answers: Mapping[str, object], rules: Mapping[Callable, Callable]
+        self,
+        known: KnownValues,
+        answers: Mapping[str, object],
+        rules: Mapping[Callable, Callable],
+        imagined: Callable[[Tensor], Tensor],
     ):
         super().__init__()
         self.known = known
+        self.imagined = imagined  # the fake tensor that stands for a real one
         # "file.py:12" -> the value that is read there; of a list, one after another
         self.answers = {}
         for line, answer in answers.items():
@@ -328,7 +333,7 @@ class Reading(TorchFunctionMode):
 
     def _run(self, func, args, kwargs):
         if func in READS or func is Tensor.__format__:
-            args = (_whole(args[0]), *args[1:])
+            args = (self.imagined(_whole(args[0])), *args[1:])
             if isinstance(args[0], FakeTensor):
                 return self.value(func, *args) if func in READS else self.text(*args)
         # PyTorch itself asks for addresses to compare them

@@ -28,6 +28,7 @@ from footprint.places import StepTracker, local
 from footprint.refusal import HERE, TORCH
 
 MODULES = torch.nn.modules.module.__file__  # where Module.to moves tensors for the step
+DEFAULT_DEVICE = "_get_device_with_index"  # where torch.get_default_device makes a tensor
 CUDA = torch.device("cuda", 0)
 MOVES = (Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.pin_memory)
 ANSWERS = {
@@ -40,7 +41,16 @@ ANSWERS = {
 def is_torchs(frame: types.FrameType) -> bool:
     """Whether the running function is PyTorch's or ours, and not for the step."""
     file = frame.f_code.co_filename
-    return file.startswith((TORCH, HERE)) and file != MODULES
+    is_for_the_step = file == MODULES or frame.f_code.co_name == DEFAULT_DEVICE
+    return file.startswith((TORCH, HERE)) and not is_for_the_step
+
+
+def _caller() -> types.FrameType:
+    """What called the function of PyTorch that a mode sees; `with torch.device(...)` is a mode that
+    calls it again.
+    """
+    frame = sys._getframe(2)
+    return frame.f_back if frame.f_code.co_filename == _device.__file__ else frame
 
 
 def kind(device: object) -> str:
@@ -67,7 +77,7 @@ class AsWritten(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        is_steps = not is_torchs(sys._getframe(1))
+        is_steps = not is_torchs(_caller())
         if func in ANSWERS and is_steps and self._is_on_device(args[0]):
             return ANSWERS[func]
         if func in MOVES:
@@ -288,16 +298,6 @@ def _autocast() -> Patches:
     }
 
 
-def _default_device() -> Patches:
-    """The default device, of which PyTorch asks a tensor that it makes."""
-    told = torch.get_default_device
-
-    def asked() -> torch.device:
-        return CUDA if kind(_device.CURRENT_DEVICE) == "cuda" else told()
-
-    return {(torch, "get_default_device"): asked}
-
-
 def _device_of_fakes(memories: Memories) -> property:
     """A fake tensor's device, which Python code answers before a mode is asked."""
     read = FakeTensor.device.fget
@@ -328,7 +328,7 @@ GENERATOR = torch.Generator
 @contextlib.contextmanager
 def with_a_device(tracker: StepTracker, ranks: int, card: Card) -> Iterator[None]:
     """Steps inside the `with` block find a CUDA device."""
-    patches = _autocast() | _default_device() | {(torch, "Generator"): Generator}
+    patches = _autocast() | {(torch, "Generator"): Generator}
     for owner in (torch.cuda, torch.accelerator):
         patches |= _answers(owner, tracker, ranks, card)
     patches[Tensor, "record_stream"] = constant(None)

@@ -8,7 +8,7 @@ themselves, so that tied weights stay one, and get their own back when the predi
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +20,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from footprint.memories import Memories
 from footprint.patches import Patches
 from footprint.trace import Event
-from footprint.tracker import NO_STORAGE
+from footprint.tracker import NO_STORAGE, Tracker
 from footprint.values import KnownValues
-
-if TYPE_CHECKING:
-    from footprint.places import StepTracker
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
 PLAIN = (Tensor, nn.Parameter)  # a class of the user's may hold other tensors
 MADE = "made before the prediction"  # in place of an operator
-# operators that do not touch the tensor that they are given, or make a tensor of Python's numbers
 CONSTANT = "constant"  # the attribute that PyTorch has for the values of a few fake tensors
+# operators that do not touch the tensor that they are given, or make a tensor of Python's numbers
 UNTOUCHED = (aten.empty_like.default, aten.lift_fresh.default)
 
 
@@ -54,13 +51,14 @@ class Moved(NamedTuple):
 class Given:
     """The real tensors that a step meets."""
 
-    def __init__(self, tracker: "StepTracker", memories: Memories, known: KnownValues):
+    def __init__(self, tracker: Tracker, memories: Memories, known: KnownValues):
         self.tracker = tracker
         self.memories = memories
         self.known = known
         self.mode: FakeTensorMode | None = None  # of the prediction that runs
         self.doubles: dict[int, Double] = {}  # by the address of the real storage
         self.moved: list[Moved] = []
+        self.held: Counter[int] = Counter()  # address of a real storage -> tensors of it in `moved`
 
     # ---- fake tensors for real ones
 
@@ -177,6 +175,7 @@ class Given:
                 with _disable_current_modes():
                     found.append((name, buffer.detach()))
         self.moved += [Moved(weakref.ref(module), name, real) for name, real in found]
+        self.held.update(_storage(real)._cdata for _, real in found)
         return [real for _, real in found]
 
     def _become_fake(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -188,12 +187,11 @@ class Given:
         return fake
 
     def _release(self, moved: list[Tensor]) -> None:
-        """A step's real tensor ends when it moves, unless another one has its storage."""
-        held = Counter(real.untyped_storage()._cdata for _, _, real in self.moved)
+        """What was in a real tensor ends when it moves, unless another one has its storage."""
         for real in moved:
-            storage = real.untyped_storage()
+            storage = _storage(real)  # which is a use of its own
             users = torch._C._storage_Use_Count(storage._cdata) - 1
-            if users <= held[storage._cdata]:
+            if users <= self.held[storage._cdata]:
                 self.doubles.pop(storage._cdata, None)
 
     # ---- the end
@@ -205,11 +203,12 @@ class Given:
             module = reference()
             if module is None:
                 continue
-            if name in module._buffers:
+            if isinstance(module._buffers.get(name), FakeTensor):
                 module._buffers[name] = real
             elif isinstance(module._parameters.get(name), FakeTensor):
                 _exchange(module._parameters[name], real)
         self.moved.clear()
+        self.held.clear()
         self.doubles.clear()
 
         parameters = [parameter for model in models for parameter in model.parameters()]
@@ -228,6 +227,11 @@ def remade(real: Tensor) -> Tensor:
     with _disable_current_modes():
         copy = real.detach().clone()
     return aten.lift_fresh(copy)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()
 
 
 def _has_memory(tensor: Tensor) -> bool:

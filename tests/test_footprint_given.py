@@ -117,6 +117,7 @@ def test_a_model_made_before_the_prediction_counts_as_one_that_build_makes(name,
     check_same(found, expected, more)
     if use != "copied":
         assert found.stages == expected.stages
+        assert found.host_peak == expected.host_peak
 
 
 def stored(model: nn.Module) -> int:

@@ -64,7 +64,7 @@ def _with_values(holder: DataLoader | Sampler | Subset, known: KnownValues):
         elif is_fake(held):
             value = known.of(held)
             if value is None and isinstance(holder, WeightedRandomSampler):
-                value = torch.ones(held.shape, dtype=held.dtype)
+                value = torch.ones(held.shape, dtype=held.dtype, device="cpu")
             vars(alone)[name] = held if value is None else value
     return alone
 

@@ -9,6 +9,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from footprint.given import remade
 from footprint.losses import returned_loss
 from footprint.prediction import predict
 from footprint.report import Report
@@ -88,7 +89,7 @@ def _imagined(value: object) -> object:
     if not isinstance(value, Tensor):
         return value
     if value.device.type == "cpu":
-        return value.detach().clone()
+        return remade(value)
     return torch.empty_like(value, device="cpu")
 
 

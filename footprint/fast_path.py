@@ -119,7 +119,7 @@ class FastPath:
         tokens = self._values(mask_BT)
         with _disable_current_modes():
             lengths = tokens.sum(1, keepdim=True)
-            places = torch.arange(tokens.shape[1])
+            places = torch.arange(tokens.shape[1], device="cpu")
             return torch.equal(tokens, places < lengths)
 
     def without_padding(
@@ -150,7 +150,7 @@ class FastPath:
         if known is None:
             self.known.suppose(f"{place()} masks no token")
             with _disable_current_modes():
-                return torch.ones(mask_BT.shape, dtype=torch.bool)
+                return torch.ones(mask_BT.shape, dtype=torch.bool, device="cpu")
 
         if self.known.is_drawn(mask_BT):
             self.known.suppose(f"the tokens that {place()} masks are those of one draw")

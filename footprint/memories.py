@@ -60,6 +60,7 @@ class Memories:
         PyTorch takes only numbers from host memory.
         """
         given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        given = [tensor for tensor in given if tensor.device.type != "meta"]
         on_host = [tensor for tensor in given if self.is_on_host(tensor)]
         if not given or self.making == DEVICE:
             return self.making or DEVICE

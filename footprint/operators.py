@@ -13,8 +13,8 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 
-from footprint import recurrent
 from footprint.copies import HALF, LEFT_OVER, RESIZED, left_over, resized
+from footprint.recurrent import BACKWARD, FORWARD, layer, layer_backward
 
 aten = torch.ops.aten
 GIVEN_STORAGES = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
@@ -220,8 +220,8 @@ CORRECTED: dict[object, Callable] = {
     aten.native_group_norm_backward.default: functools.partial(
         norm_backward, aten.native_group_norm_backward.default
     ),
-    recurrent.FORWARD: recurrent.layer,
-    recurrent.BACKWARD: recurrent.layer_backward,
+    FORWARD: layer,
+    BACKWARD: layer_backward,
     **dict.fromkeys(ACTIVATIONS, activation_backward),
     **dict.fromkeys(CONTIGUOUS_GRADIENTS, contiguous_backward),
 }

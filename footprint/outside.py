@@ -121,6 +121,16 @@ def _nothing(*_, **__) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
+def bytes_read(source: object, **options) -> Tensor:
+    """torch.asarray, by which safetensors reads the bytes of a file: as many, without values."""
+    if isinstance(source, torch.UntypedStorage):
+        return torch.empty(source.nbytes(), **options)
+    return torch.asarray(source, **options)
+
+
+STORED = {torch.asarray: bytes_read}  # function of PyTorch -> what runs in its place
+
+
 def refusing_compiled() -> Patches:
     """Functions, modules and optimizers that are compiled: what a compiler fuses, and holds, is not
     predicted.

@@ -17,7 +17,6 @@ from footprint.places import (
     OPTIMIZER,
     RECOMPUTE,
     StepTracker,
-    local,
 )
 from footprint.trace import Trace, phase_of
 
@@ -151,19 +150,19 @@ def _owned(tracker: StepTracker, state: object) -> Iterator[tuple[int, tuple[str
         if is_optimizer(value):
             for inner in holdings(vars(value)):
                 if isinstance(inner, Tensor) and inner not in names:
-                    yield tracker.register(local(inner), "optimizer"), ("optimizer", "")
+                    yield tracker.own(inner, "optimizer"), ("optimizer", "")
     for optimizer in tracker.optimizers:
         for parameter, values in optimizer.state.items():
             for key, value in values.items():
                 if isinstance(value, Tensor):
                     owner = f"{names.get(parameter, '')} {key}".strip()
-                    yield tracker.register(local(value), "optimizer"), ("optimizer", owner)
+                    yield tracker.own(value, "optimizer"), ("optimizer", owner)
 
     for model in tracker.roots:
         for name, buffer in model.named_buffers(prefix=tracker.names[model]):
-            yield tracker.register(local(buffer), "buffer"), ("buffer", name)
+            yield tracker.own(buffer, "buffer"), ("buffer", name)
     for parameter, name in names.items():
-        yield tracker.register(local(parameter), "parameter"), ("parameter", name)
+        yield tracker.own(parameter, "parameter"), ("parameter", name)
 
 
 def is_optimizer(value: object) -> bool:

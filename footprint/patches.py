@@ -1,11 +1,13 @@
 """Attributes of PyTorch that are others for a while."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from footprint.refusal import HERE, LIBRARY, PACKAGES, TORCH
 
@@ -31,6 +33,30 @@ def patched(patches: Mapping[Place, object]) -> Iterator[None]:
             delattr(owner, name)
         _put(originals)
         _put(taken)
+
+
+@contextlib.contextmanager
+def defaults_kept() -> Iterator[None]:
+    """What a step inside the `with` block sets for the whole process ends with the block."""
+    before = _default_device()
+    dtype = torch.get_default_dtype()
+    random = torch.get_rng_state()
+    environment = dict(os.environ)
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
+    finally:
+        if _default_device() is not before:
+            torch.set_default_device(before and before.device)
+        torch.set_default_dtype(dtype)
+        torch.set_rng_state(random)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _default_device() -> DeviceContext | None:
+    """The mode that torch.set_default_device has put on."""
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
 def _put(values: Mapping[Place, object]) -> None:

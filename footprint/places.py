@@ -24,11 +24,12 @@ from torch.utils._pytree import tree_leaves
 
 from footprint.attention import Attention
 from footprint.device import multiplying_threads
+from footprint.given import Given
 from footprint.memories import DEVICE, Memories
 from footprint.operators import corrected
 from footprint.refusal import ON_THE_CPU, Refused, place
 from footprint.trace import phase_of
-from footprint.tracker import Tracker
+from footprint.tracker import NO_STORAGE, Tracker
 from footprint.values import KnownValues
 
 # Phases outside of modules: before the first forward of a step, after a forward, after a backward,
@@ -88,6 +89,7 @@ class StepTracker(Tracker):
         self.known = known
         self.attention = attention  # of a card
         self.memories = Memories(self)
+        self.given = Given(self, self.memories, known)
         self.depth = depth
 
         self.names = weakref.WeakKeyDictionary()  # module -> its name
@@ -160,6 +162,7 @@ class StepTracker(Tracker):
         self.autocast = self.autocast or torch.is_autocast_enabled("cpu")
         if not self.fake:
             return func(*args, **kwargs)
+        args, kwargs = self.given.imagined(func, (args, kwargs))
         if self.attention:
             self.attention.check(func._schema.name, args)
         known = self.known.selected(func, args)
@@ -168,9 +171,12 @@ class StepTracker(Tracker):
         return corrected(func, self.target)(*args, **kwargs)
 
     def _value(self, value: Tensor):
-        return self.read_argument(value)
+        return self.read_argument(self.given.double(value))
 
     def _record(self, func, args, outputs) -> None:
+        if any(map(is_on_meta, tree_leaves(outputs))):
+            return
+        args = self.given.imagined(func, args)
         memories = self.memories
         is_one = self.target != "cuda" or self.making_host_tensors
         if is_one or memories.choose(func, args) == DEVICE:
@@ -185,8 +191,18 @@ class StepTracker(Tracker):
     def follow(self, func, args, kwargs, outputs) -> None:
         if self.fake:
             refuse_results(outputs)
+            args, kwargs = self.given.imagined(func, (args, kwargs))
             self.known.follow(func, args, kwargs, outputs)
             self.seen_by_the_mode.clear()
+
+    def register(self, tensor: Tensor, op: object) -> int:
+        if is_on_meta(tensor):
+            return NO_STORAGE
+        return super().register(tensor, op)
+
+    def own(self, tensor: Tensor, op: str) -> int:
+        """The id of the storage of a module's or an optimizer's tensor."""
+        return self.register(self.given.double(local(tensor)), op)
 
     # ---- modules, optimizers, gradients
 
@@ -197,6 +213,8 @@ class StepTracker(Tracker):
         self.roots[model] = None
         for name, module in model.named_modules(prefix=prefix):
             self.names.setdefault(module, name)
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.given.double(local(tensor))
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
                 hook = parameter.register_post_accumulate_grad_hook(self._note_gradient)
@@ -204,7 +222,7 @@ class StepTracker(Tracker):
 
     def _note_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self.gradients.add(self.register(local(parameter.grad), "backward"))
+            self.gradients.add(self.own(parameter.grad, "backward"))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -289,6 +307,16 @@ def refuse_results(outputs: object) -> None:
             )
         if leaf.is_cuda and not torch.cuda.is_available():
             raise Refused(f"{place()}: {ON_THE_CPU}")
+
+
+def is_on_meta(value: object) -> bool:
+    """Whether a value is a tensor on meta, which has no memory. torch.load makes fake tensors there
+    and notes on their storage where they will be.
+    """
+    if not isinstance(value, Tensor) or value.device.type != "meta":
+        return False
+    place = getattr(value.untyped_storage(), "_fake_device", None)
+    return place is None or str(place) == "meta"
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ is like all that follow. `measure` asks the CPU's allocator what a real step too
 """
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -28,9 +29,9 @@ from footprint.device import Card, target_card
 from footprint.fast_path import FastPath
 from footprint.measure import peak_of_last
 from footprint.operators import WITHOUT_MODE, FakeTensors, fake_zeros
-from footprint.outside import Connects, all_patches
+from footprint.outside import STORED, Connects, all_patches
 from footprint.owners import adopt, label, move_data
-from footprint.patches import patched, switched_on
+from footprint.patches import defaults_kept, patched, switched_on
 from footprint.places import DEPTH, StepTracker
 from footprint.ranks import GlooWorkspaces, as_rank, group_ends
 from footprint.refusal import NO_NESTED, ON_THE_CPU, Refused, place_of
@@ -53,6 +54,8 @@ NEEDS_CUDA = (
     "found two different devices",
     "found at least two devices",
 )
+# tells transformers to read weights in the thread that runs, whose tensors are fake
+IN_ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 NEEDS_RANKS = "it needs ranks: give world_size above 1"
 # in what PyTorch says -> what to do
 REMEDIES = {
@@ -240,30 +243,43 @@ def _on_fake_tensors(
 ) -> Iterator[None]:
     """Operators inside the `with` block allocate nothing and are recorded; errors are refusals."""
     patches = all_patches(tracker) | undisclosed() | written_as_json() | real_batches(tracker)
+    patches |= tracker.given.patches()
     fast_path = FastPath(tracker.known)
     if card:
         fast_path = FastPathOfCuda(tracker.known, tracker.attention)
         patches |= tracker.attention.patches()
     tracker.kernels = fast_path.kernels()
-    replaced = WITHOUT_MODE | fast_path.rules()
+    replaced = WITHOUT_MODE | STORED | tracker.given.rules() | fast_path.rules()
     if card:
         replaced |= rules(tracker.attention)
-    reading = Reading(tracker.known, answers, replaced)
+    reading = Reading(tracker.known, answers, replaced, tracker.given.double)
     tracker.read_argument = reading.argument
     modes: list[TorchFunctionMode] = [reading]
     if card:
         modes.append(AsWritten(tracker.memories))
     fake_tensors = FakeTensors()
+    tracker.given.mode = fake_tensors
     tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo
     with_device = with_a_device(tracker, ranks, card) if card else contextlib.nullcontext()
-    with _refusing(), settings_kept(), warnings.catch_warnings():
+    with _refusing(), defaults_kept(), settings_kept(), warnings.catch_warnings():
+        os.environ[IN_ONE_THREAD] = "1"
         warnings.filterwarnings("error", message=".*CUDA is not available.*Disabling")
         # on a CPU without CUDA, it really is disabled
         warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA")
         warnings.filterwarnings("ignore", message="Accessing the data pointer")  # by deepcopy
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        with patched(patches), fake_zeros(), fake_tensors, with_device, switched_on(modes), tracker:
-            yield
+        try:
+            with (
+                patched(patches),
+                fake_zeros(),
+                fake_tensors,
+                with_device,
+                switched_on(modes),
+                tracker,
+            ):
+                yield
+        finally:
+            tracker.given.restore(tracker.roots, tracker.optimizers)
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ MOST_KNOWN = 2**18  # elements of a tensor whose values are computed
 # the attribute of a fake storage: a real one, and whether its values depend on random integers
 TWIN = "_footprint_twin"
 NO_TWIN = (None, False)
-CONSTANT = "constant"  # the attribute that PyTorch has for the values of a few fake tensors
+SHARED = "_footprint_shared"  # the attribute of one whose twin is a tensor of the user's
 READS = {
     Tensor.item,
     Tensor.tolist,
@@ -118,7 +118,7 @@ class KnownValues:
         self.reads = Reads()
         self.assumed: dict[str, None] = {}  # what the prediction takes for granted, in words
         self.given_unknown = False  # whether the function that runs got a number without a value
-        self.random = torch.Generator()  # not the user's
+        self.random = torch.Generator("cpu")  # not the user's
 
     def begin(self) -> None:
         """Draw the random integers that the last step has drawn."""
@@ -147,7 +147,21 @@ class KnownValues:
                 return None
             layout = 0, ()
         with _disable_current_modes():
-            return torch.empty(0, dtype=tensor.dtype).set_(storage, *layout)
+            empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+            return empty.set_(storage, *layout)
+
+    def give(self, fake: Tensor, real: Tensor) -> None:
+        """A fake tensor has the values of a real one, which the step does not change."""
+        storage = real.untyped_storage()
+        is_small = storage.nbytes() <= MOST_KNOWN * real.itemsize
+        if real.is_floating_point() and not is_small:
+            return
+        fake_storage = fake.untyped_storage()
+        if is_small:
+            with _disable_current_modes():
+                storage = storage.clone()
+        setattr(fake_storage, SHARED, not is_small)
+        setattr(fake_storage, TWIN, (storage, False))
 
     def is_drawn(self, tensor: Tensor) -> bool:
         """Whether the values that are known depend on random integers."""
@@ -192,15 +206,6 @@ class KnownValues:
             count = int(torch.count_nonzero(real)) * alike
         return args[0].new_empty((args[0].dim(), count), dtype=torch.int64).t()
 
-    def copied(self, tensor: Tensor, memo: dict) -> Tensor:
-        """copy.deepcopy of a tensor, which would copy PyTorch's own twin as if it were fake."""
-        held = getattr(tensor, CONSTANT, None)
-        memo[id(held)] = held
-        fake = Tensor.__deepcopy__(tensor, memo)
-        if is_fake(fake):
-            setattr(fake, CONSTANT, None)
-        return fake
-
     def suppose_all(self, fake: Tensor, value: bool) -> None:
         """Take all elements of a tensor of booleans to be `value`, unless they are known."""
         if self.of(fake) is not None:
@@ -208,7 +213,7 @@ class KnownValues:
         self.suppose(FINITE)
         with _disable_current_modes():
             count = fake.numel() if fake.numel() <= MOST_KNOWN else 1
-            real = torch.full((count,), value)
+            real = torch.full((count,), value, device="cpu")
         setattr(fake.untyped_storage(), TWIN, (real.untyped_storage(), False))
 
     def _is_computable(self, func, given: list[Tensor], results: list[Tensor]) -> bool:
@@ -216,6 +221,8 @@ class KnownValues:
         if func.namespace != "aten" or "empty" in name:
             return False
         if torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        if func._schema.is_mutable and any(map(_is_shared, given)):
             return False
         is_large = any(tensor.numel() > MOST_KNOWN for tensor in given + results)
         if is_large and func not in ALL_OR_ANY:
@@ -226,7 +233,9 @@ class KnownValues:
         if not isinstance(value, Tensor):
             return value
         real = self.of(value)
-        return torch.empty(value.shape, dtype=value.dtype) if real is None else real
+        if real is not None:
+            return real
+        return torch.empty(value.shape, dtype=value.dtype, device="cpu")
 
     def _forget_written(self, func, args, kwargs) -> None:
         """What an operator writes into no longer has the twin's values, nor have its views."""
@@ -242,11 +251,15 @@ class KnownValues:
                 setattr(tensor.untyped_storage(), TWIN, NO_TWIN)
 
 
+def _is_shared(tensor: Tensor) -> bool:
+    return getattr(tensor.untyped_storage(), SHARED, False)
+
+
 def _is_like(fake: Tensor, real: Tensor) -> bool:
     """Whether a real tensor lies in its storage as the fake one does."""
     if not is_fake(fake) or fake.dtype != real.dtype:
         return False
-    if real.untyped_storage().device.type != "cpu":  # zeros of a forward derivative have no memory
+    if real.untyped_storage().device.type != "cpu":  # zeros of a forward derivative, or meta
         return False
     layouts = ((one.stride(), one.storage_offset()) for one in (fake, real))
     sizes = (one.untyped_storage().nbytes() for one in (fake, real))
@@ -293,10 +306,15 @@ class Reading(TorchFunctionMode):
     """Answers when Python code asks a fake tensor for its value."""
 
     def __init__(
-        self, known: KnownValues, answers: Mapping[str, object], rules: Mapping[Callable, Callable]
+        self,
+        known: KnownValues,
+        answers: Mapping[str, object],
+        rules: Mapping[Callable, Callable],
+        imagined: Callable[[Tensor], Tensor],
     ):
         super().__init__()
         self.known = known
+        self.imagined = imagined  # the fake tensor that stands for a real one
         # "file.py:12" -> the value that is read there; of a list, one after another
         self.answers = {}
         for line, answer in answers.items():
@@ -316,7 +334,7 @@ class Reading(TorchFunctionMode):
 
     def _run(self, func, args, kwargs):
         if func in READS or func is Tensor.__format__:
-            args = (_whole(args[0]), *args[1:])
+            args = (self.imagined(_whole(args[0])), *args[1:])
             if is_fake(args[0]):
                 return self.value(func, *args) if func in READS else self.text(*args)
         # PyTorch itself asks for addresses to compare them
@@ -324,8 +342,6 @@ class Reading(TorchFunctionMode):
             raise Refused(f"{place()}: {KERNEL}")
         if func is Tensor.pin_memory:  # host memory, which fake tensors do not know
             return args[0]
-        if func is Tensor.__deepcopy__:
-            return self.known.copied(*args)
         if func is one_hot:
             return self._one_hot(*args, **kwargs)
         if func in SPLITS:  # they would take a refusal for a tensor of several sizes

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import autocast
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
+from torch.utils._pytree import tree_map
 
 from footprint.allocator import GIB
 from footprint.device import Card, cublas_size, multiplying_threads
@@ -27,6 +28,7 @@ from footprint.places import StepTracker, local
 from footprint.refusal import HERE, TORCH
 
 MODULES = torch.nn.modules.module.__file__  # where Module.to moves tensors for the step
+DEFAULT_DEVICE = "_get_device_with_index"  # where torch.get_default_device makes a tensor
 CUDA = torch.device("cuda", 0)
 MOVES = (Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.pin_memory)
 ANSWERS = {
@@ -39,7 +41,16 @@ ANSWERS = {
 def is_torchs(frame: types.FrameType) -> bool:
     """Whether the running function is PyTorch's or ours, and not for the step."""
     file = frame.f_code.co_filename
-    return file.startswith((TORCH, HERE)) and file != MODULES
+    is_for_the_step = file == MODULES or frame.f_code.co_name == DEFAULT_DEVICE
+    return file.startswith((TORCH, HERE)) and not is_for_the_step
+
+
+def _caller() -> types.FrameType:
+    """What called the function of PyTorch that a mode sees; `with torch.device(...)` is a mode that
+    calls it again.
+    """
+    frame = sys._getframe(2)
+    return frame.f_back if frame.f_code.co_filename == _device.__file__ else frame
 
 
 def kind(device: object) -> str:
@@ -51,6 +62,12 @@ def kind(device: object) -> str:
     return ""
 
 
+def _numbered(value: object) -> object:
+    """The GPU of a number; anything else as it is."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return CUDA if is_number else value
+
+
 class AsWritten(TorchFunctionMode):
     """Functions of PyTorch that are given or asked for a device."""
 
@@ -60,13 +77,16 @@ class AsWritten(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        is_steps = not is_torchs(sys._getframe(1))
+        is_steps = not is_torchs(_caller())
         if func in ANSWERS and is_steps and self._is_on_device(args[0]):
             return ANSWERS[func]
         if func in MOVES:
             return self._move(func, args, kwargs, is_steps)
         if func is torch._C._nn._parse_to:  # of Module.to, which asks what a number means
-            args = [CUDA if isinstance(value, int) else value for value in args]
+            args, kwargs = tree_map(_numbered, (args, kwargs))
+            return func(*args, **kwargs)
+        if func is torch.device:
+            return func(*map(_numbered, args[:1]), *args[1:], **kwargs)
         if "device" in kwargs or "pin_memory" in kwargs or func in _device._device_constructors():
             return self._make(func, args, kwargs, is_steps)
         return func(*args, **kwargs)
@@ -308,8 +328,6 @@ GENERATOR = torch.Generator
 @contextlib.contextmanager
 def with_a_device(tracker: StepTracker, ranks: int, card: Card) -> Iterator[None]:
     """Steps inside the `with` block find a CUDA device."""
-    default, environment = torch._GLOBAL_DEVICE_CONTEXT, dict(os.environ)
-    before = getattr(default, "device_context", None)
     patches = _autocast() | {(torch, "Generator"): Generator}
     for owner in (torch.cuda, torch.accelerator):
         patches |= _answers(owner, tracker, ranks, card)
@@ -318,11 +336,5 @@ def with_a_device(tracker: StepTracker, ranks: int, card: Card) -> Iterator[None
     if ranks > 1:
         launched = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=min(ranks, 8))
         os.environ.update({name: str(value) for name, value in launched.items()})
-    try:
-        with patched(patches):
-            yield
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
-        if getattr(default, "device_context", None) is not before:
-            torch.set_default_device(before and before.device)
+    with patched(patches):
+        yield

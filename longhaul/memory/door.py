@@ -29,6 +29,9 @@ from footprint import Refused, Report, predict
 from footprint.device import HALF_SINCE, Card, Placement, card
 from footprint.device import SIZES as CARD_SIZES
 from footprint.owners import holdings
+from footprint.patches import defaults_kept
+from footprint.prediction import NEEDS_CUDA
+from footprint.refusal import place_of
 from longhaul import cli
 from longhaul.cli import flag
 from longhaul.memory import hugging_face, users_file
@@ -208,7 +211,7 @@ def main(words: list[str], say: Say) -> int:
     typed = cli.given(StepConfig, words, __doc__.splitlines()[0])
     cfg = StepConfig(**typed)
     _check_questions(cfg, typed.keys())
-    with apart_from_json(cfg.json):
+    with apart_from_json(cfg.json), defaults_kept():
         return _answer(cfg, typed, say)
 
 
@@ -481,12 +484,27 @@ def _is_shared(value: object) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in value.parameters())
 
 
+@contextlib.contextmanager
+def _without_a_gpu() -> Iterator[None]:
+    """What the top of a file asks of a GPU is refused on a machine that has none."""
+    try:
+        yield
+    except (AssertionError, RuntimeError) as error:
+        if not any(words in str(error) for words in NEEDS_CUDA):
+            raise
+        raise Refused(
+            f"{place_of(error.__traceback__)}: the top of the file runs as it is, and this machine "
+            'has no CUDA device: make what is on "cuda" in build(), where it means the card that '
+            "is predicted"
+        ) from error
+
+
 def _functions(words: str) -> tuple[Callable, Callable]:
     """build and step."""
     path, _, names = words.partition(":")
     build, _, step = (names or "build,step").partition(",")
     file = UsersFile(path)
-    with users_file.told_in_one_line():
+    with users_file.told_in_one_line(), _without_a_gpu():
         module = file.load()
     for name in (build, step):
         if not callable(getattr(module, name, None)):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.functional import one_hot
 from torch.overrides import TorchFunctionMode
@@ -334,7 +335,9 @@ class Reading(TorchFunctionMode):
 
     def _run(self, func, args, kwargs):
         if func in READS or func is Tensor.__format__:
-            args = (self.imagined(_whole(args[0])), *args[1:])
+            args = (_whole(args[0]), *args[1:])
+            if active_fake_mode():  # not in a loader, which reads real data
+                args = (self.imagined(args[0]), *args[1:])
             if is_fake(args[0]):
                 return self.value(func, *args) if func in READS else self.text(*args)
         # PyTorch itself asks for addresses to compare them

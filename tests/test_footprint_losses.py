@@ -62,7 +62,7 @@ LOSSES = {
         lambda h, y, loss: dict(aux=h.mean(), loss=loss, step=3),
         lambda out: out["loss"],
     ),
-    "beside a figure": (
+    "next to a figure": (
         lambda h, y, loss: (y, y.detach().mean(), loss),
         lambda out: out[2],
     ),

@@ -5,7 +5,7 @@ timed alternately.
 
 The step is that of longhaul.step, as in training, on one row of random tokens. The clock is the
 process CPU time of one thread on a CPU, and CUDA events on a GPU. A lever whose first loss or
-gradient norm differs from the plain step's is not timed; selfcheck.equivalence shows whether the
+gradient norm differs from the plain step's is not timed; scripts.equivalence shows whether the
 updates are right.
 """
 

@@ -28,6 +28,7 @@ from benchmarks.gpu import command
 from data import prepare, recall, report, sums
 from scripts import (
     convert_qwen3,
+    equivalence,
     evaluate,
     generate,
     grade,
@@ -38,7 +39,7 @@ from scripts import (
     run_full_analysis,
     settings,
 )
-from selfcheck import equivalence, fault_matrix
+from selfcheck import fault_matrix
 
 SECONDS = 15
 GIB = 2**30

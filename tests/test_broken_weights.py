@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import train
-from selfcheck.faults import runs
+from tests import runs
 from tests.ranks import run_program
 
 ROOT = Path(__file__).parent.parent

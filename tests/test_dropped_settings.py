@@ -10,7 +10,7 @@ import train
 from longhaul.checkpoint import earlier, resume
 from longhaul.checkpoint.format import MANIFEST, checksum
 from longhaul.config import TrainConfig
-from selfcheck.faults import runs
+from tests import runs
 
 # as runs recorded them that did not change them
 RECORDED = {"audit_every": 0, "loss_chunk_size": 0, **earlier.DROPPED}

@@ -23,7 +23,7 @@ from longhaul.memory import plan as planner
 from longhaul.memory.reconcile import measure
 from longhaul.memory.simulate import simulate
 from longhaul.run import training
-from selfcheck.faults import runs
+from tests import runs
 
 CPU = torch.device("cpu")
 SCHEDULE = "4096:1000,32768:500:2e6,131072:200"

@@ -29,7 +29,7 @@ from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul.run import guard, training
 from longhaul.run.log import mfu
 from scripts import generate as generate_script
-from selfcheck.faults import runs
+from tests import runs
 from tests.ranks import run_program
 
 ROOT = Path(__file__).parent.parent

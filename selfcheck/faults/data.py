@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from data import prepare, tokenizer
-from selfcheck.faults import runs
 from selfcheck.faults.rows import Row, require
+from tests import runs
 
 ONE_STEP = ("--max_steps", "1")
 

@@ -17,8 +17,8 @@ from data.dataset import open_dataset
 from data.loader import IGNORE, Loader
 from longhaul import kernels
 from model import Decoder, ModelConfig, NSAConfig, Standard
-from selfcheck.faults import runs
 from selfcheck.faults.rows import Row, require
+from tests import runs
 
 ROWS_PER_STEP = 4  # of the two-rank runs: 2 rows a rank
 

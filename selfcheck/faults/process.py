@@ -23,8 +23,9 @@ from longhaul.checkpoint import load
 from longhaul.evals import score
 from longhaul.parallel import apply
 from longhaul.run import heartbeat
-from selfcheck.faults import crash, runs
+from selfcheck.faults import crash
 from selfcheck.faults.rows import Row, require
+from tests import runs
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS = ["--max_steps", "8", "--save_every", "3"]

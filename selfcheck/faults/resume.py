@@ -20,8 +20,8 @@ from longhaul.checkpoint.format import CheckpointError, checksum
 from longhaul.checkpoint.load import verified
 from longhaul.checkpoint.resume import check_complete
 from longhaul.run import training
-from selfcheck.faults import runs
 from selfcheck.faults.rows import Row, require
+from tests import runs
 
 CONSTANT = ["--schedule", "constant", "--save_every", "1000"]
 

@@ -18,9 +18,9 @@ from longhaul.checkpoint.format import checksum
 from longhaul.checkpoint.load import load_model, verified
 from scripts import convert_qwen3, evaluate, generate
 from selfcheck.faults import data as data_rows
-from selfcheck.faults import readers, runs
 from selfcheck.faults.data import contents, prepared, shared_tokenizer, text_of
 from selfcheck.faults.rows import Row, require
+from tests import readers, runs
 
 UNOPENED = "is a pickle, which can run code, and was not opened"
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from base import durable
 from longhaul.checkpoint import load
 from longhaul.run import log
-from selfcheck.faults import crash, disks, runs
+from selfcheck.faults import crash, disks
 from selfcheck.faults.rows import Row, require
+from tests import runs
 
 STEPS = ["--max_steps", "7", "--save_every", "3"]
 

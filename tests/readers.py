@@ -1,5 +1,5 @@
 """Everything that reads files from elsewhere: a good file of each, how it is damaged, and the
-reader. For tests/test_untrusted_bytes.py and group F.
+reader.
 """
 
 import bz2

@@ -4,6 +4,8 @@ A child is forked from a parent that has imported everything and has started no 
 costs what its steps cost.
 """
 
+import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -96,6 +98,19 @@ def last_given(args: list[str]) -> list[str]:
             values[flag] = []
         values[flag].append(word)
     return [word for words in values.values() for word in words]
+
+
+def run(words: list[str], code: int = 0) -> str:
+    """What a run of train.py in this process says before it ends with this code."""
+    said = io.StringIO()
+    ended = 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            train.main(last_given(words))
+        except SystemExit as stop:
+            ended = stop.code
+    assert ended == code, said.getvalue()
+    return said.getvalue()
 
 
 class Child:

@@ -262,6 +262,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(data, tmp_
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
+    named = command(data, out, "--max_steps 5 --schedule constant --resume", str(shard.parent))
+    capsys.readouterr()
+    assert "use another checkpoint" in refusal(named, capsys, code=4)
     train.main(command(data, out, "--max_steps 4 --save_every 2"))
     assert "DAMAGED CHECKPOINT" in capsys.readouterr().out
     assert (out / "step-00000004.corrupt").exists()
@@ -286,7 +289,12 @@ def test_triton_without_a_gpu_is_refused_before_anything_is_written(
 
 def test_a_folder_of_another_run_is_not_touched(finished, data, capsys):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
-    assert "seed: recorded 0, now 1" in refusal(command(data, finished, "--seed 1"), capsys)
+    other = "--seed 1 --context_length 32 --vocab_size 2048 --rope_theta 5e5"
+    said = refusal(command(data, finished, other), capsys)
+    assert "seed: recorded 0, now 1" in said
+    assert "context_length: recorded 64, now 32" in said
+    assert "vocab_size: recorded 1024, now 2048" in said
+    assert "rope_theta: recorded" in said
     assert "holds a run" in refusal(command(data, finished, "--resume none"), capsys)
     assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
 

@@ -14,12 +14,11 @@ from pathlib import Path
 import torch
 
 from base.flags import Parser
-from selfcheck.faults import data, numerics, process, resume, security, storage
+from selfcheck.faults import data, numerics, resume, security, storage
 from selfcheck.faults.rows import Failed, Row
 from tests import runs
 
 GROUPS: dict[str, list[Row]] = {
-    "A": process.ROWS,
     "B": storage.ROWS,
     "C": resume.ROWS,
     "D": data.ROWS,

@@ -14,12 +14,11 @@ from pathlib import Path
 import torch
 
 from base.flags import Parser
-from selfcheck.faults import data, numerics, resume, security
+from selfcheck.faults import data, numerics, security
 from selfcheck.faults.rows import Failed, Row
 from tests import runs
 
 GROUPS: dict[str, list[Row]] = {
-    "C": resume.ROWS,
     "D": data.ROWS,
     "E": numerics.ROWS,
     "F": security.ROWS,

@@ -14,13 +14,12 @@ from pathlib import Path
 import torch
 
 from base.flags import Parser
-from selfcheck.faults import data, numerics, security
+from selfcheck.faults import data, security
 from selfcheck.faults.rows import Failed, Row
 from tests import runs
 
 GROUPS: dict[str, list[Row]] = {
     "D": data.ROWS,
-    "E": numerics.ROWS,
     "F": security.ROWS,
 }
 FORK = multiprocessing.get_context("fork")

@@ -14,13 +14,12 @@ from pathlib import Path
 import torch
 
 from base.flags import Parser
-from selfcheck.faults import data, security
+from selfcheck.faults import data
 from selfcheck.faults.rows import Failed, Row
 from tests import runs
 
 GROUPS: dict[str, list[Row]] = {
     "D": data.ROWS,
-    "F": security.ROWS,
 }
 FORK = multiprocessing.get_context("fork")
 LIMIT = 1800  # seconds that one row may take

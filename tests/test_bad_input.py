@@ -40,7 +40,6 @@ from scripts import (
     run_full_analysis,
     settings,
 )
-from selfcheck import fault_matrix
 from tests.readers import evil_pickle
 
 SECONDS = 15
@@ -86,7 +85,6 @@ DOORS = {
     "losses": (vocab_loss.main, "--out {new}"),
     "kernels": (linear_ce.main, ""),
     "attention": (attention.main, ""),
-    "faults": (fault_matrix.main, ""),
     "equivalence": (equivalence.main, ""),
 }
 
@@ -412,9 +410,6 @@ embedded --vocab_size 0
 embedded --max_bytes -1
 report {folder}
 report --pgn x
-faults --rows Z
-faults --rows 1-x
-faults --trials 0
 equivalence --what nothing
 equivalence --steps 0
 train --blocks sel_count=3

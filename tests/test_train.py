@@ -1,15 +1,9 @@
-"""train.py as a user runs it: metrics, resume after kill -9, plans and refusals, every bad input in
-one line.
-"""
+"""train.py as a user runs it: metrics, resumes, plans and refusals, every bad input in one line."""
 
 import json
 import math
-import os
 import shlex
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +24,6 @@ from longhaul.run import guard, training
 from longhaul.run.log import mfu
 from scripts import generate as generate_script
 from tests import runs
-from tests.ranks import run_program
 
 ROOT = Path(__file__).parent.parent
 SMALL = shlex.split(
@@ -185,49 +178,6 @@ def test_more_steps_of_a_decaying_schedule_say_how_the_learning_rate_jumps(data,
     # cosine: at its end, a tenth of the peak; then 2 of the 5 steps after the warmup are over
     printed = capsys.readouterr().out
     assert "max_steps 4 -> 8 (learning rate 0.0001 -> 0.000689)" in printed
-
-
-def start(args: list[str], launcher=(sys.executable,)) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [*launcher, "train.py", *args],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_for_step(out, step: int, process: subprocess.Popen):
-    deadline = time.monotonic() + 300
-    while process.poll() is None and time.monotonic() < deadline:
-        path = Path(out) / "metrics.jsonl"
-        if path.exists() and len(runs.steps(path)) >= step:
-            return
-        time.sleep(0.01)
-    raise AssertionError(process.communicate()[0])
-
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2")
-
-
-@pytest.mark.slow
-def test_kill_9_of_two_ranks_and_the_same_command_again_give_the_uninterrupted_bits(data, tmp_path):
-    args = "--max_steps 24 --save_every 5 --eval_every 18 --eval_rows 2"
-    killed = tmp_path / "killed"
-    run_program(train.main, 2, command(data, tmp_path / "whole", args))
-    process = start(command(data, killed, args), TORCHRUN)
-    wait_for_step(killed, 8, process)
-    # by name, because torchrun's ranks lead their own sessions
-    subprocess.run(["pkill", "-KILL", "-f", str(killed)], check=True)
-    process.wait()
-    assert not (killed / "step-00000024").exists()
-    assert "resumed" in run_program(train.main, 2, command(data, killed, args))
-    assert losses(killed) == losses(tmp_path / "whole")
-    for part in (tmp_path / "whole" / "step-00000024").glob("rank-*"):
-        assert part.read_bytes() == (killed / "step-00000024" / part.name).read_bytes()
 
 
 def test_a_sparse_run_resumes_bit_for_bit_and_generates(data, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """What the tests of faults share: a small dataset, and runs in processes that may be killed."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -32,7 +33,10 @@ class Child:
         return self.process.exitcode
 
     def signal(self, number: int):
-        os.kill(self.process.pid, number)
+        """Send a signal, unless it has ended."""
+        if self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
 
     def words(self) -> str:
         """All that it wrote on screen."""
@@ -60,8 +64,7 @@ def start(tmp_path):
 
     yield start
     for child in started:
-        if child.process.is_alive():
-            child.signal(signal.SIGKILL)
+        child.signal(signal.SIGKILL)
 
 
 def _train(rank: int, log: Path, words: list[str], before: Callable):

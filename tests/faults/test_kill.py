@@ -1,7 +1,7 @@
 """Runs that are killed, stopped or lose a rank: the same command goes on to the same bits.
 
-tests/test_train.py kills two ranks of torchrun, tests/test_last_words.py interrupts them,
-tests/test_evals_loop.py stops a run in an evaluation, tests/test_data_resume.py kills preparations.
+tests/test_last_words.py interrupts ranks of torchrun, tests/test_evals_loop.py stops a run in an
+evaluation, tests/test_data_resume.py kills preparations.
 """
 
 import itertools
@@ -63,6 +63,22 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_one_that_is_
         assert code == 0, child.words()
         assert runs.same_end(out, tmp_path / "whole"), f"after {kills} kills"
         shutil.rmtree(out)
+
+
+@pytest.mark.slow
+def test_two_ranks_that_are_killed_go_on_to_the_same_bits(data, start, tmp_path):
+    flags = ["--max_steps", "200", "--save_every", "20", "--eval_every", "90", "--eval_rows", "2"]
+    out = tmp_path / "run"
+    killed = start(runs.arguments(data, out, *flags), 2)
+    runs.wait_for(lambda: runs.steps_logged(out) > 30)
+    for rank in killed:
+        rank.signal(signal.SIGKILL)
+    assert [rank.wait() for rank in killed] == [-signal.SIGKILL] * 2
+    for folder in (out, tmp_path / "whole"):
+        ranks = start(runs.arguments(data, folder, *flags), 2)
+        assert [rank.wait() for rank in ranks] == [0, 0]
+        assert ("resumed" in ranks[0].words()) == (folder == out)
+    assert runs.same_end(out, tmp_path / "whole")
 
 
 # ---- asked to stop
@@ -140,10 +156,9 @@ def test_ranks_that_are_all_asked_to_stop_twice_at_once_save_once(data, start, t
     out = tmp_path / "run"
     ranks = start(runs.arguments(data, out, *ENDLESS), 2)
     runs.wait_for(lambda: runs.steps_logged(out) > 3)
-    for _ in range(2):
+    for number in (signal.SIGTERM, signal.SIGINT):
         for rank in ranks:
-            rank.signal(signal.SIGTERM)
-        time.sleep(0.1)
+            rank.signal(number)
     assert [rank.wait(30) for rank in ranks] == [75, 75]
     saved_once(out, ranks[0].words())
 

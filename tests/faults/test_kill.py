@@ -223,13 +223,14 @@ SLOW = 12.0  # seconds of a micro-batch
 IMPATIENT = {1: [], 2: ["--async_save"], 4: ["--dp_replicate", "2"]}  # numbers of ranks, and flags
 
 
-def slow_steps(first: int):
-    """In a child: each step from the number `first` on computes for SLOW seconds."""
+def slow_steps(marker: Path):
+    """In a child: each step but the first two leaves a file and computes for SLOW seconds."""
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(ALLOWED)
     original = step.gradients
 
     def gradients(state, *args):
-        if state.step + 1 >= first:
+        if state.step >= 2:
+            marker.touch()
             end = time.monotonic() + SLOW
             while time.monotonic() < end:  # also after a signal
                 time.sleep(0.01)
@@ -243,8 +244,8 @@ def slow_steps(first: int):
 def test_a_stop_in_a_long_micro_batch_loses_no_whole_step(size, data, start, tmp_path):
     out = tmp_path / "run"
     words = runs.arguments(data, out, *STEPS, *IMPATIENT[size])
-    ranks = start(words, size, partial(slow_steps, 3))
-    runs.wait_for(lambda: runs.steps_logged(out) > 1)
+    ranks = start(words, size, partial(slow_steps, tmp_path / "slow"))
+    runs.wait_for((tmp_path / "slow").exists)
     begun = time.monotonic()
     ranks[-1].signal(signal.SIGINT)
     assert [rank.wait(30) for rank in ranks] == [75] * size, ranks[0].words()
@@ -253,7 +254,7 @@ def test_a_stop_in_a_long_micro_batch_loses_no_whole_step(size, data, start, tmp
     said = ranks[0].words()
     assert "asked to stop: " in said and "to leave at once" in said
     saved_once(out, said)
-    assert runs.exit_record(out)["last_step"] == runs.steps_logged(out)
+    assert runs.exit_record(out)["last_step"] == runs.steps_logged(out) == 2
     assert not (out / ".lock").exists()
     if size == 2:
         whole = runs.arguments(data, tmp_path / "whole", *STEPS)
@@ -266,8 +267,10 @@ def test_a_stop_in_a_long_micro_batch_loses_no_whole_step(size, data, start, tmp
 def test_a_rank_that_is_killed_is_named_by_one_that_is_asked_to_stop(data, start, tmp_path):
     """torchrun stops the other ranks when one is killed: their rescue must not wait for it."""
     out = tmp_path / "run"
-    first, second = start(runs.arguments(data, out, *STEPS), 2, partial(slow_steps, 3))
-    runs.wait_for(lambda: runs.steps_logged(out) > 1)
+    first, second = start(
+        runs.arguments(data, out, *STEPS), 2, partial(slow_steps, tmp_path / "slow")
+    )
+    runs.wait_for((tmp_path / "slow").exists)
     second.signal(signal.SIGKILL)
     first.signal(signal.SIGTERM)
     assert first.wait(30) == 7, first.words()

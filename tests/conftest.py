@@ -51,7 +51,7 @@ def version(package: str) -> tuple[int, ...]:
 # The test files that take longest, first. Whoever runs them last keeps the others waiting.
 LONG_FILES = (
     "test_gpu_benchmark",
-    "test_fault_matrix",
+    "test_kill",
     "test_simulate",
     "test_context",
     "test_hosts",

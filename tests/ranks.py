@@ -47,21 +47,23 @@ def run_program(main, size: int, words: list[str]) -> str:
 
 
 def _start(body, size: int, *args):
-    """`body(rank, *args)` on each rank, in the environment of this process and of the rank.
-
-    TimeoutError after LONGEST seconds.
-    """
-    multiprocessing.set_forkserver_preload(
-        ["train", "torch._dynamo", "torch.distributed.device_mesh", "torch.distributed.fsdp"]
-    )
-    work = size, free_port(), dict(os.environ), body, args
-    ranks = mp.start_processes(_begin, work, nprocs=size, join=False, start_method="forkserver")
+    """`body(rank, *args)` on each rank. TimeoutError after LONGEST seconds."""
+    ranks = begin(body, size, *args)
     end = time.monotonic() + LONGEST
     while not ranks.join(timeout=5):
         if time.monotonic() > end:
             for process in ranks.processes:
                 process.kill()
             raise TimeoutError(f"ranks that ran for {LONGEST} s were killed")
+
+
+def begin(body, size: int, *args) -> mp.ProcessContext:
+    """Begin `body(rank, *args)` on each rank, with the environment of this process and its own."""
+    multiprocessing.set_forkserver_preload(
+        ["train", "torch._dynamo", "torch.distributed.device_mesh", "torch.distributed.fsdp"]
+    )
+    work = size, free_port(), dict(os.environ), body, args
+    return mp.start_processes(_begin, work, nprocs=size, join=False, start_method="forkserver")
 
 
 def _begin(rank: int, size: int, port: int, environment: dict, body, args: tuple):

@@ -54,7 +54,7 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
     {"longhaul.run"},
     {"train", "profile_memory", "verify_chunked_loss"},
     {"scripts"},
-    {"benchmarks", "selfcheck"},
+    {"benchmarks"},
 ]
 # optional extras of the data preparation
 OPTIONAL = {"tokenizers", "pyarrow", "matplotlib"}

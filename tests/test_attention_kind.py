@@ -17,8 +17,7 @@ from longhaul.flops import keys_read, train_flops
 from longhaul.kinds import KINDS, Kind
 from longhaul.memory.verify_kind import verify_kind
 from model import Attention, ModelConfig, NSAConfig
-from selfcheck.faults import runs
-from tests import oracle, test_selectors
+from tests import oracle, runs, test_selectors
 from tests.ranks import run_ranks
 from tests.test_selectors import (
     SHAPE,

@@ -12,6 +12,7 @@ import resource
 import shlex
 import shutil
 import signal
+import zipfile
 from pathlib import Path
 
 import pyarrow
@@ -28,6 +29,7 @@ from benchmarks.gpu import command
 from data import prepare, recall, report, sums
 from scripts import (
     convert_qwen3,
+    equivalence,
     evaluate,
     generate,
     grade,
@@ -37,7 +39,7 @@ from scripts import (
     reward,
     run_full_analysis,
 )
-from selfcheck import equivalence, fault_matrix
+from tests.readers import evil_pickle
 
 SECONDS = 15
 GIB = 2**30
@@ -80,7 +82,6 @@ DOORS = {
     "losses": (vocab_loss.main, "--out {new}"),
     "kernels": (linear_ce.main, ""),
     "attention": (attention.main, ""),
-    "faults": (fault_matrix.main, ""),
     "equivalence": (equivalence.main, ""),
 }
 
@@ -387,6 +388,12 @@ prepare --vocab_size many
 prepare --tokenizer {other_tokenizer} --vocab_size 300
 prepare --tokenizer {other_tokenizer} --character_coverage 0.9
 prepare --output {text}/below
+prepare --tokenizer {pickle}
+prepare --tokenizer {zipped_pickle}
+prepare --input {pipe}
+prepare --input /dev/zero
+prepare --output {link}
+prepare --output {linked}
 embedded --zzz
 embedded --answer_field answer
 embedded --input {text}
@@ -398,9 +405,6 @@ embedded --vocab_size 0
 embedded --max_bytes -1
 report {folder}
 report --pgn x
-faults --rows Z
-faults --rows 1-x
-faults --trials 0
 equivalence --what nothing
 equivalence --steps 0
 train --blocks sel_count=3
@@ -411,6 +415,14 @@ train --data {torn_data}
 train --init_from {torn_run}
 train --init_from {torn_hf}
 train --resume {torn_run}/step-00000002
+train --data {pickle}
+train --resume {zipped_pickle}
+train --init_from {pickle}
+train --init_from {zipped_pickle}
+train --init_from {distributed}
+train --init_from {pickled_hf}
+train --data {other_tokens}
+train --output_dir {run} --data {other} --max_steps 3
 profile --blocks sel_count=3
 profile --blocks count=8
 profile --gpus 4
@@ -432,6 +444,10 @@ step --hf {hf} --json {folder}
 step --hf {hf} --json /dev/full
 step --hf {hf} --svg /nonexistent/x.svg
 generate --checkpoint {torn_run}
+generate --checkpoint {zipped_pickle}
+evaluate --checkpoint {distributed}
+convert --input {pickle} --output {new}
+convert --input {pickled_hf} --output {new}
 evaluate --checkpoint {torn_run}
 evaluate --data {torn_data}
 analysis --checkpoint {torn_run}
@@ -488,7 +504,8 @@ kernels --tiles 2
 # What to do stands behind the last ": ".
 REMEDY = re.compile(
     r".*: (give|use|choose|drop|name|keep|run|prepare|did you mean|add|repair|wait|make|check|"
-    r"leave|change|take|free|see|mend|restore|every value follows|--help lists|allowed (is|are)) .*"
+    r"leave|change|take|free|see|mend|restore|convert to|remove|every value follows|--help lists|"
+    r"allowed (is|are)) .*"
 )
 NEEDS_NO_GPU = re.compile(r"--device cuda( |$)")
 
@@ -520,6 +537,10 @@ def names(tmp_path_factory) -> dict[str, Path]:
     made["torn_data"] = Path(shutil.copytree(made["data"], folder / "torn_data"))
     for shard in made["torn_data"].rglob("*.bin"):
         os.truncate(shard, shard.stat().st_size // 2)
+
+    make_pickles(folder, made)
+    made["other_tokens"] = Path(shutil.copytree(made["data"], folder / "other_tokens"))
+    shutil.copy(made["other_tokenizer"], made["other_tokens"])
 
     made["folder"].mkdir()
     (made["folder"] / "notes.txt").write_text("notes")
@@ -564,6 +585,31 @@ def names(tmp_path_factory) -> dict[str, Path]:
     (folder / "slow" / "vocab.json").write_text("{}")
     (folder / "code" / "tokenizer_config.json").write_text('{"auto_map": {"A": ["b.C", null]}}')
     return made
+
+
+def make_pickles(folder: Path, made: dict[str, Path]):
+    """Pickles by their name and by their content, and ways that lead elsewhere. Whatever opens one
+    makes a file, which is found.
+    """
+    evil = evil_pickle(folder / "mark")
+    made["pickle"] = folder / "model.pt"
+    made["pickle"].write_bytes(evil)
+    made["zipped_pickle"] = folder / "archive.bin"
+    with zipfile.ZipFile(made["zipped_pickle"], "w") as file:
+        file.writestr("archive/data.pkl", evil)
+    made["distributed"] = folder / "distributed"
+    made["distributed"].mkdir()
+    (made["distributed"] / ".metadata").write_bytes(evil)
+    made["pickled_hf"] = Path(shutil.copytree(made["hf"], folder / "pickled_hf"))
+    for weights in made["pickled_hf"].glob("*.safetensors"):
+        weights.write_bytes(evil)
+
+    made["pipe"] = folder / "pipe"
+    os.mkfifo(made["pipe"])
+    made["link"] = folder / "link"
+    made["link"].symlink_to(made["folder"])
+    made["linked"] = folder / "linked"  # whose temporary folder is a link
+    (folder / ".tmp-linked").symlink_to(made["folder"])
 
 
 @contextlib.contextmanager

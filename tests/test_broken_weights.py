@@ -4,8 +4,6 @@ good checkpoint stays, the printed command goes on from it, and nothing ends as 
 With this learning rate the weights grow a hundredfold in every step, until a forward overflows.
 """
 
-import contextlib
-import io
 import json
 import shlex
 import subprocess
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import train
-from selfcheck.faults import runs
+from tests import runs
 from tests.ranks import run_program
 
 ROOT = Path(__file__).parent.parent
@@ -32,21 +30,8 @@ def data(tmp_path_factory) -> Path:
 def broken(data, tmp_path_factory) -> Path:
     """The folder of a run that ended in skipped steps."""
     out = tmp_path_factory.mktemp("broken") / "run"
-    run(runs.arguments(data, out, *BREAKING.split()), code=5)
+    runs.run(runs.arguments(data, out, *BREAKING.split()), code=5)
     return out
-
-
-def run(words: list[str], code: int = 0) -> str:
-    """What a run of train.py in this process says before it ends with this code."""
-    said = io.StringIO()
-    ended = 0
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        try:
-            train.main(runs.last_given(words))
-        except SystemExit as stop:
-            ended = stop.code
-    assert ended == code, said.getvalue()
-    return said.getvalue()
 
 
 def rescue(out: Path) -> list[str]:
@@ -83,7 +68,7 @@ def test_rotation_keeps_the_newest_good_checkpoint_next_to_the_newest(broken):
 def test_the_printed_command_trains_from_it_to_its_end(broken):
     words = rescue(broken)
     assert value_of("--resume", words) == str(newest_good(broken))
-    run(words)
+    runs.run(words)
     around = Path(value_of("--output_dir", words))
     assert runs.exit_record(around)["code"] == 0
     assert (around / "step-00000030").is_dir()
@@ -97,7 +82,7 @@ def test_a_resume_in_the_middle_of_skipped_steps_keeps_it(broken, data):
     """The halted run has saved no more than one that was killed there."""
     words = rescue(broken)
     more = ["--max_skipped_steps", "15"]
-    said = run(runs.arguments(data, broken, *BREAKING.split(), *more), code=5)
+    said = runs.run(runs.arguments(data, broken, *BREAKING.split(), *more), code=5)
     assert "resumed" in said
     assert said.count("saved ") >= 2
     assert newest_good(broken).is_dir()
@@ -109,7 +94,9 @@ def test_a_resume_in_the_middle_of_skipped_steps_keeps_it(broken, data):
 def test_a_run_that_ends_in_skipped_steps_has_not_saved_its_last_one(broken, data, tmp_path):
     end = str(skipped_since(broken) + 1)
     for _ in range(2):  # the same command again does not find a completed run
-        run(runs.arguments(data, tmp_path / "run", *BREAKING.split(), "--max_steps", end), code=5)
+        runs.run(
+            runs.arguments(data, tmp_path / "run", *BREAKING.split(), "--max_steps", end), code=5
+        )
         assert not (tmp_path / "run" / f"step-{int(end):08d}").exists()
     assert runs.exit_record(tmp_path / "run")["code"] == 5
     assert value_of("--resume", rescue(tmp_path / "run")).endswith(newest_good(broken).name)

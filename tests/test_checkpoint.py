@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 
 import pytest
 import torch
@@ -206,21 +207,44 @@ def test_pruning_keeps_the_newest_one_from_which_a_step_was_taken(tmp_path, skip
 
 
 def test_every_flipped_bit_of_a_sample_is_found(saved):
-    shard = next(saved.glob("*.safetensors"))
-    content, generator = shard.read_bytes(), torch.Generator().manual_seed(0)
-    for position in torch.randint(len(content), (40,), generator=generator).tolist():
+    draw = random.Random(0)
+    manifest = json.loads((saved / "manifest.json").read_text())
+    for _ in range(80):
+        path = draw.choice(sorted(saved.iterdir()))
+        content = path.read_bytes()
         broken = bytearray(content)
-        broken[position] ^= 1 << position % 8
-        shard.write_bytes(broken)
-        with pytest.raises(CheckpointError, match="damaged"):
-            verified(saved)
+        broken[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(broken)
+        if path.suffix != ".json" or parsed(broken) != manifest:  # 1E-08 is 1e-08
+            with pytest.raises(CheckpointError):
+                verified(saved)
+        path.write_bytes(content)
+
+
+def parsed(content: bytes) -> dict | None:
+    """What a file of JSON says, if it is one."""
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
 
 
 def break_file(kind: str, folder):
     shard, manifest = next(folder.glob("*.safetensors")), folder / "manifest.json"
     content = json.loads(manifest.read_text())
+    held = shard.read_bytes()
     if kind == "truncated":
-        shard.write_bytes(shard.read_bytes()[:-8])
+        shard.write_bytes(held[:-8])
+    elif kind == "longer":
+        shard.write_bytes(held + b"\0")
+    elif kind == "page":
+        shard.write_bytes(held[:4096] + bytes(4096) + held[8192:])
+    elif kind == "of another step":
+        other = save.save(trained(2), folder.parent / "other", {})
+        shard.write_bytes(next(other.glob("*.safetensors")).read_bytes())
+    elif kind == "folder":
+        shard.unlink()
+        shard.mkdir()
     elif kind == "missing":
         shard.unlink()
     elif kind == "link":
@@ -244,6 +268,10 @@ def break_file(kind: str, folder):
     "kind, words",
     [
         ("truncated", "bytes"),
+        ("longer", "bytes"),
+        ("page", "damaged"),
+        ("of another step", "damaged"),
+        ("folder", "not a plain file"),
         ("missing", "is missing"),
         ("link", "not a plain file"),
         ("no manifest", "not a readable checkpoint"),

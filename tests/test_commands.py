@@ -20,8 +20,6 @@ from longhaul import exits
 from tests.tiers import few_fast
 
 ROOT = Path(__file__).parent.parent
-# It starts runs and kills them: on Ctrl-C they answer too.
-ANSWERED_BY_MANY = {"selfcheck.fault_matrix"}
 # Their arguments are those of pytest or train.py, or they are sourced.
 PASS_ON = {"setup.sh", "slurm.sh", "test.sh"}
 WRITTEN = {".md", ".py", ".sh", ".toml", ".json", ".svg", ".png", ".html"}
@@ -137,7 +135,7 @@ def interrupted(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [name for name in COMMANDS if name not in ANSWERED_BY_MANY])
+@pytest.mark.parametrize("module", COMMANDS)
 def test_a_bare_command_begins_or_says_what_it_needs_and_ctrl_c_is_one_line(module, tmp_path):
     before = source_files()
     code, out, err = interrupted(started(module, tmp_path))

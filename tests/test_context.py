@@ -49,7 +49,7 @@ UNTIED, FOUR = "tie_embeddings=False", "num_kv_heads=4"
 PARTS = dict(
     gradient_checkpointing="full", mlp_tiles=3, attention_head_groups=2, offload_activations=True
 )
-# {tier: (ranks, settings)}; selfcheck.equivalence has more
+# {tier: (ranks, settings)}; scripts.equivalence has more
 TIERS = {
     "fast": (
         2,

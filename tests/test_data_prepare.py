@@ -5,6 +5,7 @@ nothing written.
 import gzip
 import hashlib
 import json
+import os
 
 import numpy as np
 import pytest
@@ -328,3 +329,17 @@ def test_what_was_left_out_is_named_also_if_nothing_is_left(tmp_path, capsys):
     left_out, error = capsys.readouterr().err.splitlines()
     assert left_out.startswith("left out: ") and "bad.txt:2: byte 0xff is not UTF-8" in left_out
     assert "there is no text in the input" in error
+
+
+@pytest.mark.parametrize("documents", ["file", "directory"])
+def test_names_that_look_like_paths_flags_or_lines_are_names(documents, tmp_path):
+    source = tmp_path / "names"
+    source.mkdir()
+    strange = [b"-rf", b"new\nline.txt", b"caf\xe9.txt", b"$(touch x)", b"%00", b"\xe2\x96\x81.txt"]
+    for number, name in enumerate(strange):
+        (source / os.fsdecode(name)).write_text(text_of(number))
+    words = ["--input", source, "--output", tmp_path / "d", "--documents", documents]
+    assert main([*map(str, words), "--vocab_size", "400", "--workers", "1"]) == 0
+    text = "".join(texts_of(open_dataset(tmp_path / "d", verify=True)))
+    assert all(text_of(number) in text for number in range(len(strange)))
+    assert {path.name for path in tmp_path.iterdir()} == {"names", "d"}

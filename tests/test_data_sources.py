@@ -21,7 +21,7 @@ from data.fields import FieldError, TextField
 from data.prepare import main
 from data.sources import DOCUMENT_BYTES, Document, TextFiles, by_directory
 from data.tokenizer import train
-from selfcheck.faults.readers import damaged
+from tests.readers import damaged
 
 ROOT = Path(__file__).parent.parent
 TEXTS = ["one\n", "", "caf\u00e9 \u65e5\u672c \U0001f600\n", "x" * 5000, "a\r\nb\x00c"]

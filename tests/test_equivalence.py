@@ -1,9 +1,9 @@
-"""selfcheck.equivalence: it finds levers equal, and would find one that is not."""
+"""scripts.equivalence: it finds levers equal, and would find one that is not."""
 
 import pytest
 
 from longhaul.parallel import tiling
-from selfcheck import equivalence
+from scripts import equivalence
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from longhaul.evals.heatmap import PIXELS
 from longhaul.evals.measures import Asked, Measures
 from longhaul.evals.score import Item, ModelScorer, Scores
 from model import IGNORE
-from selfcheck.faults import runs
+from tests import runs
 from tests.ranks import run_ranks
 from tests.test_context import SPARSE
 from tests.test_evals_score import SMALL, built

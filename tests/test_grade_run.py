@@ -23,7 +23,7 @@ from longhaul.posttrain import grade_demo, reviews, reward
 from longhaul.posttrain.config import GradeConfig
 from longhaul.posttrain.grade import METHODS
 from scripts import grade
-from selfcheck.faults import runs
+from tests import runs
 from tests.policy_runs import records, same_bits
 from tests.ranks import run_program
 from tests.tiers import slow

@@ -17,7 +17,7 @@ from longhaul.checkpoint.format import checksum
 from longhaul.posttrain import demo
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from scripts import evaluate, intuitor
-from selfcheck.faults import runs
+from tests import runs
 from tests.policy_runs import records, same_bits
 from tests.ranks import run_program
 from tests.tiers import slow

@@ -12,7 +12,7 @@ import pytest
 
 from base import installed
 from longhaul import exits
-from selfcheck.faults import runs
+from tests import runs
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]

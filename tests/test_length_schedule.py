@@ -1,6 +1,4 @@
-"""A length schedule: its stages, its order, and a run that changes length on the way. Row 50 of the
-fault matrix kills such runs in every step and between the stages.
-"""
+"""A length schedule: its stages, its order, and a run that changes length on the way."""
 
 import json
 import re
@@ -23,7 +21,8 @@ from longhaul.memory import plan as planner
 from longhaul.memory.reconcile import measure
 from longhaul.memory.simulate import simulate
 from longhaul.run import training
-from selfcheck.faults import runs
+from tests import runs
+from tests.ranks import run_program
 
 CPU = torch.device("cpu")
 SCHEDULE = "4096:1000,32768:500:2e6,131072:200"
@@ -159,9 +158,13 @@ def test_a_stage_that_no_document_needs_is_refused(corpus):
 # ---- a run
 
 
-def run(corpus, out, *more: str):
+def arguments(corpus, out, *more: str) -> list[str]:
     flags = ["--length_schedule", "8:2,16:2,32:2", "--short_fraction", "0.25", *more]
-    train.main(runs.last_given(runs.arguments(corpus.dataset.path, out, *flags)))
+    return runs.last_given(runs.arguments(corpus.dataset.path, out, *flags))
+
+
+def run(corpus, out, *more: str):
+    train.main(arguments(corpus, out, *more))
 
 
 @pytest.fixture(scope="module")
@@ -190,10 +193,23 @@ def test_the_learning_rate_is_that_of_the_whole_run(finished):
     assert rates[:2] == [1.5e-4, 3e-4] and rates == sorted(rates[:2]) + sorted(rates[2:])[::-1]
 
 
-def test_a_run_resumed_at_an_edge_ends_with_the_same_bits(finished, corpus, tmp_path):
-    run(corpus, tmp_path / "run", "--resume", str(finished / "step-00000002"))
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+def test_a_run_resumed_in_a_stage_or_at_an_edge_ends_with_the_same_bits(
+    step, finished, corpus, tmp_path
+):
+    run(corpus, tmp_path / "run", "--resume", str(finished / f"step-{step:08d}"))
     assert runs.final_bits(tmp_path / "run") == runs.final_bits(finished)
-    assert runs.losses(tmp_path / "run") == runs.losses(finished)[2:]
+    assert runs.losses(tmp_path / "run") == runs.losses(finished)[step:]
+
+
+@pytest.mark.slow
+def test_two_ranks_resume_at_an_edge_with_the_losses_of_one(corpus, tmp_path):
+    whole = tmp_path / "whole"
+    flags = ["--global_batch_size", "2", "--save_every", "2", "--keep_last", "9"]
+    run(corpus, whole, *flags)
+    resumed = [*flags, "--resume", str(whole / "step-00000002")]
+    run_program(train.main, 2, arguments(corpus, tmp_path / "run", *resumed))
+    assert runs.losses(tmp_path / "run") == pytest.approx(runs.losses(whole)[2:], abs=1e-5)
 
 
 def test_the_command_around_a_loss_spike_is_that_of_the_whole_run(
@@ -202,10 +218,15 @@ def test_the_command_around_a_loss_spike_is_that_of_the_whole_run(
     monkeypatch.setattr(TrainConfig, "LOSS_SPIKE", 1e-9)
     run(corpus, tmp_path / "run", "--length_schedule", "8:17,32:3")
     said = capsys.readouterr().out
-    words = re.search(r"LOSS SPIKE at step (18|19|20): .* (python train.py .*)", said)[2].split()
+    at, command = re.search(
+        r"LOSS SPIKE at step (18|19|20): .* (python train.py .*)", said
+    ).groups()
+    words = command.split()
     assert words[words.index("--length_schedule") + 1] == "8:17,32:3"
     first, last = words[words.index("--skip_rows") + 1].split(":")
-    assert APART <= int(first) < int(last)
+    # the last stage begins after 17 steps and has a row a step
+    assert int(first) == APART + int(at) - 18
+    assert int(last) == int(first) + 1
 
     train.main(words[2:])
     around = Path(words[words.index("--output_dir") + 1])

@@ -21,7 +21,7 @@ from data.mixture import (
 )
 from data.writer import write_dataset
 from scripts import evaluate
-from selfcheck.faults import runs
+from tests import runs
 from tests.events import calls
 
 VOCAB = runs.VOCAB

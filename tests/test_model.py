@@ -711,11 +711,14 @@ def test_the_path_of_the_loss_decides_what_the_decoder_computes(monkeypatch):
 # ----------------------------------------------------------------------------------------- the loss
 
 
+@pytest.mark.parametrize("attention", [Standard(), NSAConfig()], ids=["standard", "nsa"])
 @pytest.mark.parametrize(
     "loss, make", [("standard", Decoder), ("chunked", Decoder), ("one_pass", kernels.decoder)]
 )
-def test_labels_that_are_all_ignored_give_an_attached_zero_loss_and_zero_gradients(loss, make):
-    decoder = build(make=make, loss=loss)
+def test_labels_that_are_all_ignored_give_an_attached_zero_loss_and_zero_gradients(
+    loss, make, attention
+):
+    decoder = build(make=make, loss=loss, attention=attention)
     value = decoder(some_tokens(2, 9), torch.full((2, 9), IGNORE))
     assert value.item() == 0 and value.requires_grad
     value.backward()

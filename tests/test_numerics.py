@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from data import order
 from data.loader import Loader
@@ -298,6 +299,10 @@ def test_a_skipped_step_changes_nothing_but_the_count(tmp_path, dataset):
     assert watch.after(result, said.append) == dict(spike=0.0) and watch.skipped == [2]
     assert all(torch.equal(one, other) for one, (_, other) in zip(before, named_tensors(state)))
     assert "(1 of 10 such steps allowed); rows 4:8 are in" in said[0] and len(said) == 1
+    kept = load_file(tmp_path / "skipped" / "step-00000002.safetensors")
+    rows = loader.rows(range(4, 8))
+    assert all((kept[name].numpy() == getattr(rows, name)).all() for name in kept)
+    assert {"tokens", "labels", "doc_ids"} <= kept.keys()
 
 
 def test_after_a_skipped_step_a_resumed_run_has_the_bits_of_the_uninterrupted_one(

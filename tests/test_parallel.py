@@ -14,6 +14,7 @@ from data.loader import Batch
 from longhaul import dist, step
 from longhaul.checkpoint import load, save
 from longhaul.config import TrainConfig
+from longhaul.exits import WorldError
 from longhaul.generate import generate
 from tests.ranks import run_ranks
 
@@ -357,9 +358,9 @@ def test_a_checkpoint_is_the_same_bits_for_every_world_size(saved_by_two, size, 
             assert torch.equal(result[name], value), name
 
 
-def step_with_a_nan_on_one_replica(world: dist.World) -> dict:
+def step_with_a_nan_on_one_rank(world: dist.World, replicas: int) -> dict:
     """Replicas have the same gradients, until a bit flips in the memory of one of them."""
-    cfg = TrainConfig(**BASE | {"batch_size": 2, "dp_replicate": 2})
+    cfg = TrainConfig(**BASE | {"batch_size": 2, "dp_replicate": replicas})
     state = built(world, cfg)
     before = [parameter.to_local().clone() for parameter in state.model.parameters()]
 
@@ -380,9 +381,10 @@ def step_with_a_nan_on_one_replica(world: dist.World) -> dict:
     )
 
 
-def test_a_nan_on_one_replica_skips_the_step_on_all():
-    first, second = run_ranks(step_with_a_nan_on_one_replica, 2)
-    assert math.isfinite(first["norm"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_nan_on_one_rank_skips_the_step_on_all(replicas):
+    first, second = run_ranks(step_with_a_nan_on_one_rank, 2, replicas)
+    assert math.isfinite(first["norm"]) == (replicas == 2)
     assert math.isnan(second["norm"])
     for result in (first, second):
         assert result["skipped"]
@@ -398,5 +400,6 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused():
 
 def test_a_global_batch_that_the_ranks_do_not_divide_is_refused_with_the_sizes_that_work():
     cfg = dataclasses.replace(TrainConfig(**BASE), global_batch_size=6)
-    with pytest.raises(ValueError, match=r"make ranks x batch_size one of \[1, 2, 3, 6\]"):
+    with pytest.raises(WorldError, match=r"make ranks x batch_size one of \[1, 2, 3, 6\]"):
         cfg.accumulation(4)
+    assert WorldError.exit_code == 7

@@ -1,5 +1,5 @@
 """A run that is asked to stop in a micro-batch for which its launcher would not wait, and saves by
-the clock. Row 49 of the fault matrix stops whole runs of 1, 2 and 4 ranks.
+the clock. tests/faults/test_kill.py stops whole runs of 1, 2 and 4 ranks.
 """
 
 import threading

@@ -62,7 +62,7 @@ def test_what_the_user_has_set_counts_more(name):
 
 
 def test_every_command_that_trains_imports_it_before_torch():
-    for file in ("train.py", "selfcheck/__init__.py", "benchmarks/__init__.py"):
+    for file in ("train.py", "scripts/__init__.py", "benchmarks/__init__.py"):
         lines = [
             line
             for line in Path(file).read_text().splitlines()

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from base import tensors
+from base import durable, tensors
 from base.untrusted import is_pickle, parse_json, read_json, refuse_pickle
-from selfcheck.faults.security import evil
+from longhaul.checkpoint.format import checksum
+from longhaul.checkpoint.load import load_model, verified
+from tests.readers import evil_pickle, make_checkpoint
 from tests.test_architecture import SOURCES, parsed
 
 MODULES = {
@@ -137,9 +139,21 @@ def test_the_check_leaves_harmless_calls_alone(code):
     assert not foreign_code(ast.parse(code))
 
 
-def test_the_pickle_of_the_fault_matrix_would_run_code_if_it_were_opened(tmp_path):
-    pickle.loads(evil(tmp_path / "mark"))
+def test_an_evil_pickle_would_run_code_if_it_were_opened(tmp_path):
+    pickle.loads(evil_pickle(tmp_path / "mark"))
     assert (tmp_path / "mark").exists()
+
+
+def test_a_shard_that_is_a_pickle_is_not_opened_although_its_manifest_fits(tmp_path):
+    manifest, _, name = make_checkpoint(tmp_path)
+    folder = tmp_path / "step-00000000"
+    (folder / name).write_bytes(evil_pickle(tmp_path / "mark"))
+    manifest["files"][name] |= durable.describe(folder / name)
+    content = manifest | {"checksum": checksum(manifest)}
+    (folder / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="was not opened"):
+        load_model(verified(folder))
+    assert not (tmp_path / "mark").exists()
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
@@ -180,6 +194,37 @@ def test_json_beyond_the_limit_is_not_read(tmp_path):
     assert read_json(tmp_path / "a.json", 200) == ["x" * 100]
     with pytest.raises(ValueError, match="larger than 50 bytes"):
         read_json(tmp_path / "a.json", 50)
+
+
+def tensor(shape: tuple = (2,), offsets: tuple = (0, 8)) -> dict:
+    return {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+
+
+def header(**tensors: dict) -> bytes:
+    return json.dumps(tensors).encode()
+
+
+@pytest.mark.parametrize(
+    "text, length",
+    [
+        (b" " * 8, 2**63),
+        (b" " * (200 * 2**20), 200 * 2**20),
+        (header(a=tensor(), b=tensor()), None),
+        (header(a=tensor(offsets=(8, 16))), None),
+        (header(a=tensor((40,), (0, 160))), None),
+        (header(a=tensor(), b=tensor(offsets=(8, 16))).replace(b'"b"', b'"a"'), None),
+        (header(a=tensor((2**62, 4, 2))), None),
+    ],
+    ids=["claims", "long", "overlap", "hole", "outside", "twice", "overflow"],
+)
+def test_a_header_that_is_no_plan_of_the_file_is_refused(text, length, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", length or len(text)) + text + bytes(16))
+    with pytest.raises(ValueError, match=str(path)):
+        tensors.read_tensors(path)
+    good = header(a=tensor(), b=tensor(offsets=(8, 16)))
+    path.write_bytes(struct.pack("<Q", len(good)) + good + bytes(16))
+    assert tensors.read_tensors(path).keys() == {"a", "b"}
 
 
 HEADERS = st.dictionaries(

@@ -29,7 +29,7 @@ from longhaul.sparse.indexer import Indexed, own_losses
 from longhaul.sparse.selectors import Bounds, Exact, Mean, Pooled
 from model import Decoder, ModelConfig, NSAConfig, Standard, document_boundaries
 from scripts import convert_qwen3
-from selfcheck.faults import runs
+from tests import runs
 from tests.ranks import run_ranks
 from tests.test_block_sparse import oracle as block_oracle
 from tests.tiers import slow

@@ -18,7 +18,7 @@ ELSEWHERE = {".venv", ".venv-cpu", "runs", "build"}
 SOURCES = sorted(
     path for path in ROOT.rglob("*.py") if not ELSEWHERE & set(path.relative_to(ROOT).parts)
 )
-NOT_THE_PRODUCT = {"tests", "benchmarks", "selfcheck"}
+NOT_THE_PRODUCT = {"tests", "benchmarks"}
 PRODUCT = [path for path in SOURCES if path.relative_to(ROOT).parts[0] not in NOT_THE_PRODUCT]
 TOKENS_PER_LINE = 8.5
 LAYOUT = {

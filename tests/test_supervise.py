@@ -1,5 +1,5 @@
-"""What surrounds a run: locks, signals, exit.json, retried reads, hashed writes. The fault matrix
-has the rest.
+"""What surrounds a run: locks, signals, exit.json, retried reads, hashed writes. tests/faults has
+the rest.
 """
 
 import errno
@@ -95,8 +95,8 @@ from longhaul.run import guard
 guard.SAME_SIGNAL = 0.05
 with guard.Guard("train.py", dist.World()) as running:
     running.begin(Path(sys.argv[1]), 7)
-    for _ in range(2):
-        os.kill(os.getpid(), signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
         time.sleep(0.2)
     time.sleep(60)
 """
@@ -105,10 +105,10 @@ with guard.Guard("train.py", dist.World()) as running:
 def test_a_second_signal_ends_with_a_record_and_the_remedy(tmp_path):
     command = [sys.executable, "-c", SECOND_SIGNAL, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 128 + signal.SIGTERM
+    assert done.returncode == 128 + signal.SIGINT
     assert done.stderr.splitlines()[-1].endswith("is intact: run the same command again")
     ended = json.loads((tmp_path / "exit.json").read_text())
-    assert (ended["code"], ended["last_step"]) == (128 + signal.SIGTERM, 7)
+    assert (ended["code"], ended["last_step"]) == (128 + signal.SIGINT, 7)
 
 
 def test_a_signal_asks_a_training_run_to_stop_and_ends_one_that_has_not_begun(tmp_path):

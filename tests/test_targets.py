@@ -16,7 +16,7 @@ from data.writer import TokenizedDocument, write_dataset
 from longhaul import step
 from longhaul.run import health
 from scripts import evaluate
-from selfcheck.faults import runs
+from tests import runs
 from tests import test_indexed_model as indexed
 from tests.ranks import run_ranks
 from tests.test_numerics import dataset as plain_rows  # noqa: F401  (a fixture)

@@ -1,15 +1,9 @@
-"""train.py as a user runs it: metrics, resume after kill -9, plans and refusals, every bad input in
-one line.
-"""
+"""train.py as a user runs it: metrics, resumes, plans and refusals, every bad input in one line."""
 
 import json
 import math
-import os
 import shlex
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,8 +23,7 @@ from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul.run import guard, training
 from longhaul.run.log import mfu
 from scripts import generate as generate_script
-from selfcheck.faults import runs
-from tests.ranks import run_program
+from tests import runs
 
 ROOT = Path(__file__).parent.parent
 SMALL = shlex.split(
@@ -187,49 +180,6 @@ def test_more_steps_of_a_decaying_schedule_say_how_the_learning_rate_jumps(data,
     assert "max_steps 4 -> 8 (learning rate 0.0001 -> 0.000689)" in printed
 
 
-def start(args: list[str], launcher=(sys.executable,)) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [*launcher, "train.py", *args],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_for_step(out, step: int, process: subprocess.Popen):
-    deadline = time.monotonic() + 300
-    while process.poll() is None and time.monotonic() < deadline:
-        path = Path(out) / "metrics.jsonl"
-        if path.exists() and len(runs.steps(path)) >= step:
-            return
-        time.sleep(0.01)
-    raise AssertionError(process.communicate()[0])
-
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2")
-
-
-@pytest.mark.slow
-def test_kill_9_of_two_ranks_and_the_same_command_again_give_the_uninterrupted_bits(data, tmp_path):
-    args = "--max_steps 24 --save_every 5 --eval_every 18 --eval_rows 2"
-    killed = tmp_path / "killed"
-    run_program(train.main, 2, command(data, tmp_path / "whole", args))
-    process = start(command(data, killed, args), TORCHRUN)
-    wait_for_step(killed, 8, process)
-    # by name, because torchrun's ranks lead their own sessions
-    subprocess.run(["pkill", "-KILL", "-f", str(killed)], check=True)
-    process.wait()
-    assert not (killed / "step-00000024").exists()
-    assert "resumed" in run_program(train.main, 2, command(data, killed, args))
-    assert losses(killed) == losses(tmp_path / "whole")
-    for part in (tmp_path / "whole" / "step-00000024").glob("rank-*"):
-        assert part.read_bytes() == (killed / "step-00000024" / part.name).read_bytes()
-
-
 def test_a_sparse_run_resumes_bit_for_bit_and_generates(data, tmp_path, capsys):
     sparse = (
         "--attention_type nsa --blocks cmp_block=8 cmp_stride=4 sel_block=8 sel_count=4 window=16 "
@@ -262,6 +212,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(data, tmp_
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
+    named = command(data, out, "--max_steps 5 --schedule constant --resume", str(shard.parent))
+    capsys.readouterr()
+    assert "use another checkpoint" in refusal(named, capsys, code=4)
     train.main(command(data, out, "--max_steps 4 --save_every 2"))
     assert "DAMAGED CHECKPOINT" in capsys.readouterr().out
     assert (out / "step-00000004.corrupt").exists()
@@ -286,7 +239,12 @@ def test_triton_without_a_gpu_is_refused_before_anything_is_written(
 
 def test_a_folder_of_another_run_is_not_touched(finished, data, capsys):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
-    assert "seed: recorded 0, now 1" in refusal(command(data, finished, "--seed 1"), capsys)
+    other = "--seed 1 --context_length 32 --vocab_size 2048 --rope_theta 5e5"
+    said = refusal(command(data, finished, other), capsys)
+    assert "seed: recorded 0, now 1" in said
+    assert "context_length: recorded 64, now 32" in said
+    assert "vocab_size: recorded 1024, now 2048" in said
+    assert "rope_theta: recorded" in said
     assert "holds a run" in refusal(command(data, finished, "--resume none"), capsys)
     assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
 

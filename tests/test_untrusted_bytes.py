@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from footprint.measure import peak_bytes
-from selfcheck.faults.readers import TARGETS, Target
 from tests.events import python_bytes
+from tests.readers import TARGETS, Target
 
 INPUTS = 400
 SECONDS = 10  # of CPU time, for one input

@@ -1,5 +1,5 @@
 """Everything that reads files from elsewhere: a good file of each, how it is damaged, and the
-reader. For tests/test_untrusted_bytes.py and group F.
+reader.
 """
 
 import bz2
@@ -8,6 +8,7 @@ import functools
 import gzip
 import json
 import lzma
+import os
 import random
 import struct
 from collections.abc import Callable
@@ -253,6 +254,14 @@ def damage_checkpoint(rng: random.Random, good: tuple, folder: Path):
         (step / name).write_bytes(content)
         text = damaged(rng, text)
     (step / "manifest.json").write_bytes(text)
+
+
+def evil_pickle(mark: Path) -> bytes:
+    """A pickle that makes the file `mark` when it is opened: os.open(mark, O_CREAT | O_WRONLY)."""
+    name = str(mark).encode()
+    argument = b"X" + struct.pack("<I", len(name)) + name
+    flags = b"J" + struct.pack("<i", os.O_CREAT | os.O_WRONLY)
+    return b"\x80\x02cposix\nopen\n(" + argument + flags + b"tR."
 
 
 def read_checkpoint(folder: Path):

@@ -1,8 +1,8 @@
 """Does each lever compute what the plain path computes, on this machine? Every lever, every pair,
 every way to spread over ranks.
 
-    python -m selfcheck.equivalence                                   # all: 5 minutes on two cores
-    python -m selfcheck.equivalence --what levers pairs --device cuda # on one GPU
+    python -m scripts.equivalence                                   # all: 5 minutes on two cores
+    python -m scripts.equivalence --what levers pairs --device cuda # on one GPU
 
 A small model trains 8 steps in fp32 on packed documents with uneven numbers of targets, plainly and
 with the lever. The losses must agree within 2e-6, the gradient norms within 1e-5 relative. Levers

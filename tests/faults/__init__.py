@@ -1,0 +1,1 @@
+"""Faults that a run must survive: kills, stops, disks that are full or fail, another resume."""

@@ -1,0 +1,163 @@
+"""What a resume means: the same rows and bits, and settings that change only if they are asked to.
+
+tests/test_train.py has runs of other settings, tests/test_length_schedule.py stages of a schedule.
+"""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from data.dataset import open_dataset
+from data.loader import Loader
+from longhaul import cli, dist, optim
+from longhaul.checkpoint import load, resume
+from longhaul.checkpoint.format import CheckpointError, checksum
+from longhaul.config import TrainConfig
+from tests import runs
+from tests.ranks import run_program
+
+CONSTANT = ["--schedule", "constant", "--save_every", "1000"]
+
+
+def words(source: Path, out: Path, last: int, *more: str) -> list[str]:
+    return runs.last_given(runs.arguments(source, out, *CONSTANT, *more, "--max_steps", str(last)))
+
+
+@pytest.fixture(scope="module")
+def two_steps(data, tmp_path_factory) -> Path:
+    """The folder of a run of two steps."""
+    out = tmp_path_factory.mktemp("two") / "run"
+    runs.run(words(data, out, 2))
+    return out
+
+
+@pytest.fixture
+def out(two_steps, tmp_path) -> Path:
+    return Path(shutil.copytree(two_steps, tmp_path / "run"))
+
+
+# ---- order
+
+
+def test_a_run_resumed_around_the_end_of_an_epoch_has_the_rows_of_a_whole_one(tmp_path):
+    source = runs.dataset(tmp_path / "data", 16)
+    rows = Loader(open_dataset(source), runs.CONTEXT, 2).rows_per_epoch
+    epoch = math.ceil(rows / 2)  # steps of two rows
+    batch = ["--global_batch_size", "2"]
+    runs.run(words(source, tmp_path / "whole", 2 * epoch + 4, *batch))
+    for last in (epoch - 1, epoch, 2 * epoch + 2):
+        runs.run(words(source, tmp_path / "run", last, *batch))
+    # from here on two micro-batches, of which only the order of sums differs
+    runs.run(words(source, tmp_path / "run", 2 * epoch + 4, *batch, "--batch_size", "1"))
+    found = runs.losses(tmp_path / "run")
+    whole = runs.losses(tmp_path / "whole")
+    assert found[:-2] == whole[:-2]
+    assert found[-2:] == pytest.approx(whole[-2:], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_continued_by_other_numbers_of_ranks_has_the_bits_of_one_process(data, tmp_path):
+    batch = ["--global_batch_size", "2", "--grad_clip", "0.5"]
+    runs.run(words(data, tmp_path / "one", 6, *batch))
+    out = tmp_path / "run"
+    runs.run(words(data, out, 2, *batch))
+    run_program(train.main, 2, words(data, out, 4, *batch))
+    runs.run(words(data, out, 6, *batch))
+    assert runs.same_end(out, tmp_path / "one")
+
+
+# ---- settings
+
+
+def test_a_changed_learning_rate_is_refused_and_applied_if_the_checkpoint_is_named(
+    data, out, monkeypatch
+):
+    changed = words(data, out, 4, "--lr", "0.02", "--adam", "beta1=0.5")
+    said = runs.run(changed, code=2)
+    assert "--lr: recorded 0.0003, now 0.02" in said
+    assert "--adam: recorded [], now ['beta1=0.5']" in said
+
+    optimizers = []
+    build = optim.build_optimizer
+
+    def kept(*given):
+        optimizers.append(build(*given))
+        return optimizers[-1]
+
+    monkeypatch.setattr(optim, "build_optimizer", kept)
+    said = runs.run([*changed, "--resume", str(out / "step-00000002")])
+    assert "changed since the checkpoint: lr 0.0003 -> 0.02" in said
+    rates = [record["lr"] for record in runs.steps(out / "metrics.jsonl")]
+    assert rates[2:] == [0.02, 0.02]
+    assert optimizers[-1].param_groups[0]["betas"] == (0.5, 0.95)
+
+
+def test_another_machine_is_warned_of(data, out, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert "was written with" not in runs.run(words(data, out, 3))
+    monkeypatch.setattr(dist, "cores", lambda: 2)
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    said = runs.run(words(data, out, 4))
+    assert "warning: the checkpoint was written with threads=1, and this run has threads=2" in said
+    assert "and this run has torch=2.99.0" in said
+
+
+# ---- what must be there
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda shard: shard[::-1], lambda shard: shard[:-100]], ids=["replaced", "truncated"]
+)
+def test_other_bytes_of_the_data_are_named_and_with_the_true_ones_the_run_goes_on(
+    damage, data, out, tmp_path
+):
+    source = Path(shutil.copytree(data, tmp_path / "data"))
+    shard = source / "shard-00000.bin"
+    whole = shard.read_bytes()
+    shard.write_bytes(damage(whole))
+    assert str(shard) in runs.run(words(source, out, 3), code=3)
+    shard.write_bytes(whole)
+    runs.run(words(source, out, 3))
+
+
+NEEDED = (
+    "step tokens data config model_config world_size files identity rows_per_step threads torch"
+)
+LACKING = {name: (name, None) for name in NEEDED.split()} | {
+    "the learning rate": ("config", "lr"),
+}
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+def test_nothing_that_a_manifest_lacks_is_made_up(lacking, data, out):
+    folder = out / "step-00000002"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    name, inner = LACKING[lacking]
+    owner = manifest[name] if inner else manifest
+    owner.pop(inner or name)
+    rewrite(folder, manifest)
+    with pytest.raises(CheckpointError):
+        resume.check_complete(load.verified(folder), cli.parse(TrainConfig, words(data, out, 4)))
+
+
+def rewrite(folder: Path, manifest: dict):
+    """Write a manifest with a fitting checksum."""
+    content = manifest | {"checksum": checksum(manifest)}
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "position", [dict(seed=0, epoch=0, position=1), dict(epoch=0, position=2)], ids=str
+)
+def test_a_checkpoint_of_another_position_in_the_data_is_refused(position, data, out):
+    folder = out / "step-00000002"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    rewrite(folder, manifest | {"data": position})
+    runs.run(words(data, out, 4, "--resume", str(folder)), code=4)
+    rewrite(folder, manifest)
+    runs.run(words(data, out, 4, "--resume", str(folder)))

@@ -327,7 +327,7 @@ def plain_side(plan: planner.Plan, place: Place, checkpointing: bool, first: flo
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     words = f"sdpa, fused AdamW{', gradient checkpointing' * checkpointing}"
-    loop = train_step.plain_loop(model, plan.cfg, place.device.type)
+    loop = train_step.plain_loop(model, plan.cfg)
     side = Side(loop, words, plan.cfg, place, base)
     if abs(side.first - first) > train_step.TOLERANCE[plan.cfg.dtype] * first:
         raise ValueError(

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 
 from base.flags import Parser
-from longhaul import step
+from longhaul import kernels, step
 from longhaul.config import TrainConfig
 from longhaul.dist import named_device
 from longhaul.generate import cast_matrices, generate
@@ -72,6 +72,7 @@ def main(args: list[str] | None = None) -> None:
         f"{given.model_size}, {given.attention_type}, after {given.context_length:,} tokens",
         flush=True,
     )
+    print(kernels.chosen_in_words(cfg.model(), device))
     model = decoder(cfg, device)
     make = torch.Generator().manual_seed(0)
     prompt = torch.randint(

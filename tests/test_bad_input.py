@@ -23,8 +23,7 @@ import profile_memory
 import train
 import verify_chunked_loss
 from base.flags import underscored
-from benchmarks import attention, levers, linear_ce, vocab_loss
-from benchmarks.gpu import command
+from benchmarks import attention, decoding, kernels, levers, on_gpu, train_step, vocab_loss
 from data import prepare, recall, report, sums
 from scripts import (
     convert_qwen3,
@@ -78,10 +77,12 @@ DOORS = {
     "recall": (recall.main, "--output {new}"),
     "proof": (proof_figures.main, ""),
     "settings": (settings.main, ""),
-    "gpu": (command.main, "--out {new}"),
+    "gpu": (on_gpu.main, "--rehearse --output {new}"),
     "levers": (levers.main, "--out {new}"),
     "losses": (vocab_loss.main, "--out {new}"),
-    "kernels": (linear_ce.main, ""),
+    "kernels": (kernels.main, "--device cpu"),
+    "decoding": (decoding.main, "--device cpu"),
+    "steps": (train_step.main, "--device cpu"),
     "attention": (attention.main, ""),
     "faults": (fault_matrix.main, ""),
     "equivalence": (equivalence.main, ""),
@@ -478,15 +479,22 @@ proof --folder /nonexistent
 proof --folder {folder} --proof convert
 proof --folder {folder} --seeds x
 settings --ouput x
-gpu --only lss
-gpu --deadline -1
+gpu --output {text}
+gpu --rehaerse
 levers --tokens 0
 levers --only plian
 losses --cases 512
 losses --device gpu
 attention --dtypes fp8
 attention --tokens many
-kernels --tiles 2
+attention --device gpu
+steps --device gpu
+steps --sizes 31M
+kernels --device cpu
+kernels no_kernel
+decoding --model_size 5B
+decoding --device gpu
+decoding --context_length 0
 """.strip().splitlines()
 
 # What to do stands behind the last ": ".

@@ -311,7 +311,9 @@ def predict(cfg: ProfileConfig) -> int:
         kind = "of the indexer's dense warm-up" if training.dense_steps else "behind the warm-up"
         print(f"of two kinds of step the larger one, {kind}:")
 
-    found = profile(training, cfg.nproc, target, full=cfg.measure)
+    # tensors are counted next to those of a CPU; a GPU waits while all layers are simulated
+    full = cfg.measure and target == "cpu"
+    found = profile(training, cfg.nproc, target, full=full)
     demand = Demand.of(found.trace, cfg.nproc) if target == "cuda" else None
     plan = on_ranks(cfg.training(), cfg.nproc, cfg.target)
     tables = report.table(found, training, cfg.nproc, demand)

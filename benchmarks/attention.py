@@ -1,13 +1,14 @@
-"""SDPA against Native Sparse Attention and indexed attention on one CPU thread: time ratios and
-extra memory. Refuses to time what is not exact.
+"""SDPA against Native Sparse Attention and indexed attention on one CPU thread or one GPU: time
+ratios and extra memory. Refuses to time what is not exact.
 
-One KV head with 4 query heads of 128. Indexed attention computes its indexer's loss too, and its
-scores are of random queries and keys, so that neighbouring queries choose different blocks. Times
-are seconds of process CPU time, to which other jobs do not count, with the sides taking turns.
-Extra memory is the peak resident set of a fresh process above what it had once its inputs existed.
+On a CPU one KV head with 4 query heads of 128, on a GPU the 8 and 32 of the 4B. Indexed attention
+computes its indexer's loss too, and its scores are of random queries and keys, so that neighbouring
+queries choose different blocks. Times are seconds of process CPU time, to which other jobs do not
+count, or between CUDA events, with the sides taking turns. Extra memory is the peak resident set of
+a fresh process above what it had once its inputs existed, on a GPU the allocator's peak.
 
     python -m benchmarks.attention [--tokens 4096 ...] [--long] [--dtypes bf16 fp32]
-        [--what forward training decode memory] [--png FILE]
+        [--what forward training decode memory] [--png FILE] [--device cuda]
 """
 
 import argparse
@@ -15,14 +16,17 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from base.flags import Parser, precision
-from benchmarks.clock import relative, seconds
-from longhaul.kernels import block_norm
+from benchmarks.clock import CPU, relative, seconds
+from footprint.measure import peak_bytes
+from longhaul import kernels
+from longhaul.dist import named_device
 from longhaul.sparse.choose import choose_blocks
 from longhaul.sparse.engine import block_sparse_attention
 from longhaul.sparse.index_loss import index_loss
@@ -36,13 +40,17 @@ from tests import nsa_oracle as oracle
 WHAT = ["forward", "training", "decode", "memory"]
 CFG = NSAConfig()
 INDEXER = Indexed()
-M = 4
 K = 128
+HEADS = {"cpu": (4, 1), "cuda": (32, 8)}  # of queries, and of keys and values
+CHECKED_HEADS = 8, 2  # more than one of keys and values: their order can be wrong
+# On a GPU indexed attention trains by PyTorch's operators: at 131,072 tokens the host takes 35 s
+# or more to launch them (computed).
+MOST_INDEXED = {"cpu": 2**31, "cuda": 8192}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 UNITS = {"memory": ("MiB", 1), "decode": ("ms", 1e3)}  # others: seconds
 
 
-def inputs(T, dtype, grad=True, heads=M, groups=1, device="cpu", cfg=CFG, seed=0):
+def inputs(T, dtype, grad=True, heads=4, groups=1, device="cpu", cfg=CFG, seed=0):
     """q, six K/V and gates of `heads` query heads on `groups` KV heads."""
     make, N = torch.Generator(device).manual_seed(seed), cfg.compressed_blocks(T)
     shapes = [(1, T, heads, K)] + [(1, n, groups, K) for n in (T, T, N, N, T, T)]
@@ -51,8 +59,13 @@ def inputs(T, dtype, grad=True, heads=M, groups=1, device="cpu", cfg=CFG, seed=0
     return [x.requires_grad_(grad) for x in tensors]
 
 
+def nsa_attention(q, *others, **options):
+    """By its Triton kernels on a GPU."""
+    return nsa_engine.nsa_attention(q, *others, fused=q.is_cuda, **options)
+
+
 def nsa(tensors):
-    return nsa_engine.nsa_attention(*tensors, CFG)
+    return nsa_attention(*tensors, CFG)
 
 
 def sdpa(tensors):
@@ -85,9 +98,9 @@ def train(function, tensors):
     torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
 
 
-def best_of_turns(calls, turns):
+def best_of_turns(calls, turns, device=CPU):
     """Least seconds of each call, the calls taking turns."""
-    times = [[seconds(call) for call in calls] for _ in range(turns)]
+    times = [[seconds(call, device) for call in calls] for _ in range(turns)]
     return [min(column) for column in zip(*times, strict=True)]
 
 
@@ -97,13 +110,15 @@ def best_of_turns(calls, turns):
 BOUNDS = {"fp32": (2e-5, 6e-5), "bf16": (1.5e-2, 1.5e-2)}  # of the forward, of a gradient
 
 
-def refuse_if_wrong(dtype):
+def refuse_if_wrong(dtype, device=CPU):
     """Exits where forward, gradients or decoding leave what the dense float64 reference allows."""
-    tensors = inputs(1300, DTYPES[dtype])
+    heads, groups = CHECKED_HEADS
+    where = dict(groups=groups, device=device)
+    tensors = inputs(1300, DTYPES[dtype], heads=heads, **where)
+    more = tensors + indexer_inputs(1300, DTYPES[dtype], **where)
     forward, gradient = BOUNDS[dtype]
-    found = nsa_errors(nsa_engine.nsa_attention, tensors) | dict(decoding=decode_error(tensors))
-    of_indexed = indexed_errors(tensors + indexer_inputs(1300, DTYPES[dtype])).items()
-    for what, error in [*found.items(), *of_indexed]:
+    found = nsa_errors(nsa_attention, tensors) | dict(decoding=decode_error(tensors))
+    for what, error in [*found.items(), *indexed_errors(more).items()]:
         bound = dict(forward=forward, decoding=1e-5 if dtype == "fp32" else 1.5e-2).get(
             what, gradient
         )
@@ -196,7 +211,7 @@ def decode_error(tensors):
         Layout.of(None, q.shape[:2], CFG, q.device),
     )
     k_cmp, v_cmp = compress(k, v, lambda x, _: x, whole)
-    full = nsa_engine.nsa_attention(q, k, v, k_cmp, v_cmp, k, v, gates, CFG)
+    full = nsa_attention(q, k, v, k_cmp, v_cmp, k, v, gates, CFG)
     state = nsa_decode.NSAState(CFG, 1, *k.shape[1:], device=q.device, dtype=q.dtype)
     state.take_prompt(*one_kv(q[:, :-1], k[:, :-1], v[:, :-1], gates[:, :-1]), compress)
     o = state.decode(*one_kv(q[:, -1:], k[:, -1:], v[:, -1:], gates[:, -1:]), compress)
@@ -211,40 +226,48 @@ def one_kv(q, k, v, gates):
 
 
 def compressor(dtype, device="cpu"):
-    compress = Compressor(K, CFG, 1e-6, block_norm).to(device, dtype)
+    compress = Compressor(K, CFG, 1e-6, kernels.block_norm).to(device, dtype)
     for parameter in compress.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     return compress
 
 
-def attention_row(T, dtype, what):
-    tensors = inputs(T, DTYPES[dtype])
-    more = tensors + indexer_inputs(T, DTYPES[dtype])
+def sides(T, dtype, device):
+    """[(function, its tensors)] of SDPA, NSA, and indexed attention if it can be waited for."""
+    heads, groups = HEADS[device.type]
+    tensors = inputs(T, DTYPES[dtype], heads=heads, groups=groups, device=device)
+    found = [(sdpa, tensors), (nsa, tensors)]
+    if T <= MOST_INDEXED[device.type]:
+        index = indexer_inputs(T, DTYPES[dtype], groups=groups, device=device)
+        found.append((indexed, tensors + index))
+    return found
+
+
+def attention_row(T, dtype, what, device):
+    """Seconds of each side; a GPU's first turn compiles and is not the best."""
     run = (lambda f, x: f(x)) if what == "forward" else train
     turns = 3
-    if T > 16384:
-        turns = 2
-    if T > 32768:
-        turns = 1
+    if device.type == "cpu" and T > 16384:
+        turns = 2 if T <= 32768 else 1
 
     with torch.set_grad_enabled(what != "forward"):
-        return best_of_turns(
-            [lambda: run(sdpa, tensors), lambda: run(nsa, tensors), lambda: run(indexed, more)],
-            turns,
-        )
+        calls = [partial(run, *side) for side in sides(T, dtype, device)]
+        return best_of_turns(calls, turns, device)
 
 
-def decode_row(T, dtype):
-    """One token against T: the faster of SDPA and two products, NSA with its state update, and
-    indexed attention.
+def decode_row(T, dtype, device=CPU):
+    """One token against T: the faster of SDPA and another dense attention, NSA with its state
+    update, and indexed attention.
     """
     dtype = DTYPES[dtype]
-    state = nsa_decode.NSAState(CFG, 1, T + 512, 1, K, dtype=dtype)
-    compress = compressor(dtype)
-    k, v = torch.randn(2, 1, T, 1, K).to(dtype)
-    q = torch.randn(1, 1, M, K).to(dtype)
-    gates = torch.rand(1, 1, M, 3).to(dtype)
-    one = torch.randn(1, 1, 1, K).to(dtype)
+    H, G = HEADS[device.type]
+    made = dict(dtype=dtype, device=device)
+    state = nsa_decode.NSAState(CFG, 1, T + 512, G, K, **made)
+    compress = compressor(dtype, device)
+    k, v = torch.randn(2, 1, T, G, K, device=device).to(dtype)
+    q = torch.randn(1, 1, H, K, device=device).to(dtype)
+    gates = torch.rand(1, 1, H, 3, device=device).to(dtype)
+    one = torch.randn(1, 1, G, K, device=device).to(dtype)
     token = one_kv(q, one, one, gates)
     heads = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
 
@@ -252,18 +275,21 @@ def decode_row(T, dtype):
         F.scaled_dot_product_attention(*heads, enable_gqa=True)
 
     def dense_products():
-        (heads[0].view(M, K) @ heads[1][0, 0].T * K**-0.5).float().softmax(-1).to(dtype) @ heads[2][
-            0, 0
-        ]
+        p = (heads[0].view(H, K) @ heads[1][0, 0].T * K**-0.5).float().softmax(-1)
+        p.to(dtype) @ heads[2][0, 0]
+
+    def dense_decoding():
+        kernels.attention(q, k, v)
 
     def sparse():
         state.decode(*token, compress)
 
-    q_idx, k_idx = indexer_inputs(T, dtype, grad=False)
+    q_idx, k_idx = indexer_inputs(T, dtype, grad=False, groups=G, device=device)
 
     def by_index():
         indexed([q, k, v, q_idx[:, -1:], k_idx])
 
+    dense = dense_products if G == 1 else dense_decoding
     with torch.no_grad():
         state.take_prompt(*one_kv(q, k, v, gates), compress)
         for _ in range(32):
@@ -271,10 +297,9 @@ def decode_row(T, dtype):
         # every 16th token emits a compressed block: one turn is 16 tokens, for all sides
         stride = CFG.cmp_stride
         calls = [
-            lambda f=f: [f() for _ in range(stride)]
-            for f in (dense_sdpa, dense_products, sparse, by_index)
+            lambda f=f: [f() for _ in range(stride)] for f in (dense_sdpa, dense, sparse, by_index)
         ]
-        times = [x / stride for x in best_of_turns(calls, 20)]
+        times = [x / stride for x in best_of_turns(calls, 20, device)]
     return min(times[:2]), *times[2:]
 
 
@@ -298,7 +323,9 @@ def measure_memory(side, T, dtype):
     print((peak_kib() - before) / 1024)
 
 
-def memory_row(T, dtype):
+def memory_row(T, dtype, device):
+    if device.type == "cuda":
+        return [peak_mib(*side, device) for side in sides(T, dtype, device)]
     command = [sys.executable, "-m", "benchmarks.attention", "--measure"]
     return [
         float(
@@ -308,6 +335,19 @@ def memory_row(T, dtype):
         )
         for side in ("sdpa", "nsa", "indexed")
     ]
+
+
+def peak_mib(function, tensors, device):
+    """The MiB that forward+backward adds to the inputs on a GPU."""
+    train(function, tensors)
+    for x in tensors:
+        x.grad = None
+    return peak_bytes(lambda: train(function, tensors), device) / 2**20
+
+
+def shown(value, unit, scale):
+    """A figure, or a dash for a side that was left out."""
+    return "-" if value is None else f"{value * scale:,.2f} {unit}"
 
 
 def main(args: list[str] | None = None):
@@ -336,29 +376,37 @@ def main(args: list[str] | None = None):
     parser.add_argument(
         "--png", help="draw the ratios over the length into this file (needs matplotlib)"
     )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run"
+    )
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(args)
+    try:
+        device = named_device(args.device)
+    except ValueError as error:
+        parser.refuse(error)
     torch.set_num_threads(1)
     if args.measure:
         measure_memory(args.measure[0], int(args.measure[1]), args.measure[2])
         return
     for dtype in args.dtypes:
-        refuse_if_wrong(dtype)
+        refuse_if_wrong(dtype, device)
     print("| what | dtype | tokens | SDPA | NSA | indexed | SDPA / NSA | SDPA / indexed |")
     print("|---|---|---|---|---|---|---|---|")
     ratios = {}
     for dtype in args.dtypes:
         for what in args.what:
             for T in args.tokens + [131072] * args.long:
-                row = {"decode": decode_row, "memory": memory_row}.get(what)
-                a, b, c = row(T, dtype) if row else attention_row(T, dtype, what)
-                unit, scale = UNITS.get(what, ("s", 1))
-                print(
-                    f"| {what} | {dtype} | {T:,} | {a * scale:,.2f} {unit} | "
-                    f"{b * scale:,.2f} {unit} | {c * scale:,.2f} {unit} | {a / b:.2f} | "
-                    f"{a / c:.2f} |",
-                    flush=True,
-                )
+                if what == "decode":
+                    times = decode_row(T, dtype, device)
+                elif what == "memory":
+                    times = memory_row(T, dtype, device)
+                else:
+                    times = attention_row(T, dtype, what, device)
+                a, b, c = [*times, None][:3]
+                figures = [shown(x, *UNITS.get(what, ("s", 1))) for x in (a, b, c)]
+                figures += [f"{a / b:.2f}", "-" if c is None else f"{a / c:.2f}"]
+                print(f"| {what} | {dtype} | {T:,} | {' | '.join(figures)} |", flush=True)
                 ratios.setdefault((what, dtype), {})[T] = a / b
     if args.png:
         draw(ratios, args.png)

@@ -7,7 +7,6 @@ inputs; figures are medians, and a ratio is the median of the rounds' ratios.
 """
 
 import functools
-import math
 import statistics
 import time
 
@@ -64,20 +63,16 @@ def interleaved(
     fresh,
     device: torch.device = CPU,
     rounds: int = ROUNDS,
-    limit: float = math.inf,
     cold: bool = True,
 ) -> dict[str, list[float]]:
     """Seconds of each call in each round, one of them rotating to the front.
 
     calls: name -> function(*inputs), already warmed up. fresh(): new random inputs, made outside of
-    the clock. After `limit` seconds of
-    wall time no further round begins; the first is always whole. cold: with the scratch buffer, for
-    calls shorter than a training step.
+    the clock. cold: with the scratch buffer, for calls shorter than a training step.
     """
     times = {name: [] for name in calls}
     buffer = scratch(device) if cold else None
     names = list(calls)
-    end = time.monotonic() + limit
     for index in range(rounds):
         inputs = fresh()
         for name in names[index % len(names) :] + names[: index % len(names)]:
@@ -87,8 +82,6 @@ def interleaved(
             times[name].append(seconds(call, device))
             del call
         del inputs
-        if time.monotonic() > end:
-            break
     return times
 
 

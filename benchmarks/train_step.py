@@ -2,11 +2,12 @@
 data, dtype and optimizer.
 
     python -m benchmarks.train_step [--sizes tiny 30M] [--context_length 2048] [--dtypes bf16 fp32]
-    [--steps 6]
+    [--steps 6] [--device cuda]
 
-Each side is a process of its own, as a user would start it, on one CPU thread; their steps
-alternate. Both start from the same weights and must give the same first loss, else nothing is
-timed. The figure is the median of the ratios of process CPU time. Ours is `longhaul.step` after
+Each side is a process of its own, as a user would start it, on one CPU thread or one GPU; their
+steps alternate. Both start from the same weights and must give the same first loss, else nothing is
+timed. The figure is the median of the ratios of process CPU time, on a GPU of the time between CUDA
+events. Ours is `longhaul.step` after
 `dist.start`; theirs is the loop of the transformers documentation: fp32 weights under autocast for
 bf16, fused AdamW, clipping.
 """
@@ -15,36 +16,32 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 
 import torch
 
 from base.flags import precision
+from benchmarks.clock import seconds
 from longhaul import dist, qwen3, step
 from longhaul.cli import Parser
 from longhaul.config import TrainConfig
+from longhaul.dist import named_device
 
+WIDTH_30M = ("hidden_size=448", "num_heads=7", "num_kv_heads=7", "head_dim=64", "ffn_size=1344")
 SIZES = {
-    "tiny": (),
-    "30M": (
-        "hidden_size=448",
-        "num_layers=8",
-        "num_heads=7",
-        "num_kv_heads=7",
-        "head_dim=64",
-        "ffn_size=1344",
-    ),
+    "tiny": dict(model_size="tiny", vocab_size=8192),
+    "30M": dict(model_size="tiny", model_overrides=("num_layers=8", *WIDTH_30M), vocab_size=16_384),
+    "0.6B": dict(model_size="0.6B"),
 }
-VOCABULARY = {"tiny": 8192, "30M": 16384}
+SMALL = ["tiny", "30M"]  # one CPU thread is enough for these
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # of the first loss
 
 
 def arguments(args: list[str] | None = None):
     parser = Parser(description=__doc__.splitlines()[0], prog="python -m benchmarks.train_step")
     parser.add_argument(
-        "--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES), help="model sizes"
+        "--sizes", nargs="+", choices=tuple(SIZES), default=SMALL, help="model sizes"
     )
     parser.add_argument("--context_length", type=int, default=2048, help="tokens of a row")
     parser.add_argument("--batch_size", type=int, default=2, help="rows of a step")
@@ -58,12 +55,20 @@ def arguments(args: list[str] | None = None):
     )
     parser.add_argument("--steps", type=int, default=6, help="timed steps of each, alternating")
     parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run"
+    )
+    parser.add_argument(
         "--side",
         choices=tuple(SIDES),
         help="internal: run one side, a step per line of standard input",
     )
     parser.add_argument("--weights", help="internal: folder of the common weights")
-    return parser.parse_args(args)
+    given = parser.parse_args(args)
+    try:
+        given.device = named_device(given.device).type
+    except ValueError as error:
+        parser.refuse(error)
+    return given
 
 
 def main(args: list[str] | None = None):
@@ -71,9 +76,10 @@ def main(args: list[str] | None = None):
     if given.side:
         serve(given)
         return
+    where = "one CPU thread; process CPU time" if given.device == "cpu" else "one GPU; CUDA events"
     print(
-        f"torch {torch.__version__}, one CPU thread, context {given.context_length:,}, "
-        f"{given.batch_size} rows; process CPU time\n"
+        f"torch {torch.__version__}, context {given.context_length:,}, {given.batch_size} rows, "
+        f"{where}\n"
         "| size | dtype | transformers, tokens/s | longhaul, tokens/s | ratio "
         "|\n|---|---|---|---|---|"
     )
@@ -87,9 +93,8 @@ def main(args: list[str] | None = None):
 
 def settings(size: str, dtype: str, given) -> TrainConfig:
     return TrainConfig(
-        model_size="tiny",
-        model_overrides=SIZES[size],
-        vocab_size=VOCABULARY[size],
+        **SIZES[size],
+        device=given.device,
         context_length=given.context_length,
         batch_size=given.batch_size,
         dtype=dtype,
@@ -101,9 +106,9 @@ def settings(size: str, dtype: str, given) -> TrainConfig:
 
 def longhaul_step(cfg: TrainConfig, weights: Path, tokens: torch.Tensor):
     """Our step on the common weights."""
-    dist.start(dist.World(), torch.device("cpu"))
+    dist.start(dist.World(), torch.device(cfg.device))
     torch.set_num_threads(1)
-    state = step.build(cfg, cfg.model(), "cpu")
+    state = step.build(cfg, cfg.model(), cfg.device)
     qwen3.load_into(state.model, weights)
     batch = [dict(tokens_BT=tokens[:, :-1].contiguous(), labels_BT=tokens[:, 1:].contiguous())]
     return lambda: float(step.train_step(state, batch).loss)
@@ -115,14 +120,13 @@ def transformers_step(cfg: TrainConfig, weights: Path, tokens: torch.Tensor):
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    one_step = plain_loop(
-        Qwen3ForCausalLM.from_pretrained(weights, dtype=torch.float32), cfg, "cpu"
-    )
+    model = Qwen3ForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    one_step = plain_loop(model.to(cfg.device), cfg)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     return lambda: float(one_step(inputs, targets))
 
 
-def plain_loop(model, cfg: TrainConfig, device: str):
+def plain_loop(model, cfg: TrainConfig):
     """step(inputs, targets) -> loss: fp32 weights, autocast for bf16, fused AdamW, clipping."""
     model.train()
     adam = cfg.adam_numbers()
@@ -135,7 +139,7 @@ def plain_loop(model, cfg: TrainConfig, device: str):
     )
 
     def one_step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
+        with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
             loss = model(
                 input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False
             ).loss
@@ -152,7 +156,7 @@ SIDES = {"longhaul": longhaul_step, "transformers": transformers_step}
 
 
 def serve(given):
-    """One side: a step per line of standard input, answered by its loss and CPU seconds."""
+    """One side: a step per line of standard input, answered by its loss and seconds."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     cfg = settings(given.sizes[0], given.dtypes[0], given)
@@ -162,18 +166,18 @@ def serve(given):
         (given.batch_size, given.context_length + 1),
         generator=torch.Generator().manual_seed(0),
     )
-    one_step = SIDES[given.side](cfg, Path(given.weights), tokens)
+    one_step = SIDES[given.side](cfg, Path(given.weights), tokens.to(cfg.device))
     for _ in sys.stdin:
-        begin = time.process_time()
-        loss = one_step()
-        print(loss, time.process_time() - begin, flush=True)
+        losses = []
+        taken = seconds(lambda losses=losses: losses.append(one_step()), torch.device(cfg.device))
+        print(*losses, taken, flush=True)
 
 
 # ---- the comparison
 
 
 class Side:
-    """A running side: `step()` -> (loss, CPU seconds)."""
+    """A running side: `step()` -> (loss, seconds)."""
 
     def __init__(self, name: str, size: str, dtype: str, weights: Path, given):
         command = [
@@ -192,6 +196,8 @@ class Side:
             str(given.context_length),
             "--batch_size",
             str(given.batch_size),
+            "--device",
+            given.device,
         ]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -199,8 +205,8 @@ class Side:
 
     def step(self) -> tuple[float, float]:
         print(file=self.process.stdin, flush=True)
-        loss, seconds = self.process.stdout.readline().split()
-        return float(loss), float(seconds)
+        loss, taken = self.process.stdout.readline().split()
+        return float(loss), float(taken)
 
     def close(self):
         self.process.stdin.close()

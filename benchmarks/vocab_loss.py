@@ -16,7 +16,6 @@ function at all. The loss that torch 2.13's own reports in bf16 is not: its grad
 import functools
 import importlib.util
 import inspect
-import math
 import re
 import shlex
 import statistics
@@ -239,11 +238,8 @@ def case(
     device: torch.device,
     rounds: int,
     ignored: bool = False,
-    limit: float = math.inf,
-) -> dict:
-    """Check, then memory, then interleaved times: a row per variant; returns name -> why it was not
-    timed, for those.
-    """
+) -> None:
+    """Check, then memory, then interleaved times: a row per variant."""
     batch = inputs(D, N, V, ignored, device)
     errors = checked(table, (batch[0][:CHECK_TOKENS], batch[1], batch[2][:CHECK_TOKENS]))
     why = {name: reason for name, (_, reason) in errors.items() if reason}
@@ -261,7 +257,7 @@ def case(
         name: functools.partial(gradients, loss) for name, loss in table.items() if name not in why
     }
     times = clock.interleaved(
-        calls, lambda: inputs(D, N, V, ignored, device, next(seeds)), device, rounds, limit
+        calls, lambda: inputs(D, N, V, ignored, device, next(seeds)), device, rounds
     )
     for name in table:
         figures = (
@@ -287,7 +283,6 @@ def case(
             **figures,
             **dict(zip(ERRORS, errors[name][0] or (), strict=False)),
         )
-    return why
 
 
 def parse_case(words: str) -> tuple[int, int, bool]:

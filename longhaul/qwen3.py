@@ -527,11 +527,6 @@ def _family_name(config: ModelConfig) -> str:
     )
 
 
-def hf_config(decoder: Decoder) -> dict:
-    """config.json in the spelling of transformers 4, which 5 reads too."""
-    return _settings(decoder.config, (p.dtype for p in decoder.parameters()), context=0)
-
-
 def changed_config(folder: Path, config: ModelConfig, context: int, dtype: str) -> dict[str, Any]:
     """config.json of the folder that a model has come from, with what differs from it by now, each
     key in the folder's spelling.

@@ -24,8 +24,7 @@ import profile_memory
 import train
 import verify_chunked_loss
 from base.flags import underscored
-from benchmarks import attention, linear_ce, vocab_loss
-from benchmarks.gpu import command
+from benchmarks import attention, decoding, kernels, on_gpu, train_step, vocab_loss
 from data import prepare, recall, report, sums
 from scripts import (
     convert_qwen3,
@@ -78,9 +77,11 @@ DOORS = {
     "sums": (sums.main, "--output {new}"),
     "recall": (recall.main, "--output {new}"),
     "proof": (proof_figures.main, ""),
-    "gpu": (command.main, "--out {new}"),
+    "gpu": (on_gpu.main, "--rehearse --output {new}"),
     "losses": (vocab_loss.main, "--out {new}"),
-    "kernels": (linear_ce.main, ""),
+    "kernels": (kernels.main, "--device cpu"),
+    "decoding": (decoding.main, "--device cpu"),
+    "steps": (train_step.main, "--device cpu"),
     "attention": (attention.main, ""),
     "equivalence": (equivalence.main, ""),
 }
@@ -492,13 +493,20 @@ proof --folder {folder}
 proof --folder /nonexistent
 proof --folder {folder} --proof convert
 proof --folder {folder} --seeds x
-gpu --only lss
-gpu --deadline -1
+gpu --output {text}
+gpu --rehaerse
 losses --cases 512
 losses --device gpu
 attention --dtypes fp8
 attention --tokens many
-kernels --tiles 2
+attention --device gpu
+steps --device gpu
+steps --sizes 31M
+kernels --device cpu
+kernels no_kernel
+decoding --model_size 5B
+decoding --device gpu
+decoding --context_length 0
 """.strip().splitlines()
 
 # What to do stands behind the last ": ".

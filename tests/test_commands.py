@@ -73,7 +73,7 @@ def run_here(tmp_path, monkeypatch, capsys):
 
 
 def test_the_doors_that_everybody_knows_are_among_the_commands():
-    known = {"train", "profile_memory", "verify_chunked_loss", "data.prepare", "benchmarks.gpu"}
+    known = {"train", "profile_memory", "verify_chunked_loss", "data.prepare", "benchmarks.on_gpu"}
     assert known <= set(COMMANDS)
 
 

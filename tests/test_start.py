@@ -372,9 +372,8 @@ def test_a_run_asked_for_another_context_is_told_of_init_from(finished, data, ca
 @pytest.mark.slow
 def test_no_proposal_drops_init_from_or_its_size(tmp_path):
     """A plan needs config.json and no weights."""
-    with torch.device("meta"):
-        large = Decoder(ModelConfig.preset("1.7B"))
-    (tmp_path / "config.json").write_text(json.dumps(qwen3.hf_config(large)))
+    config = qwen3._settings(ModelConfig.preset("1.7B"), [torch.float32], context=0)
+    (tmp_path / "config.json").write_text(json.dumps(config))
     cfg = settings(f"--init_from {tmp_path} --context_length 8 --batch_size 2")
     assert cfg.model_size == "1.7B"
 

@@ -5,6 +5,7 @@ GiB = 2^30 bytes.
 """
 
 import collections
+import time
 
 import torch
 
@@ -17,6 +18,7 @@ from longhaul.config import TrainConfig
 from longhaul.memory.batches import row_batch, tensors_of
 from longhaul.memory.deep import Profile
 from longhaul.memory.rehearsal import rehearsal
+from longhaul.memory.reserve import expandable_segments
 from longhaul.memory.simulate import trace_real_run
 from longhaul.memory.stages import StagePeaks, telling
 from model import GIB
@@ -91,7 +93,8 @@ class CudaPeaks(StagePeaks):
 
 
 def measure_cuda(cfg: TrainConfig, snapshot: str = "", device: torch.device = CUDA) -> dict:
-    """The second of two real steps on the GPU: the caching allocator's own peaks by stage, bytes.
+    """The second of two real steps on the GPU: the caching allocator's own peaks by stage, bytes,
+    and its seconds.
 
     snapshot: a file to which the allocator's history is written.
     """
@@ -104,9 +107,11 @@ def measure_cuda(cfg: TrainConfig, snapshot: str = "", device: torch.device = CU
         torch.cuda.memory._record_memory_history()
     torch.cuda.reset_peak_memory_stats(device)
     peaks = CudaPeaks(device)
+    began = time.perf_counter()
     with telling(peaks, state):
         step.train_step(state, batch)
         torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - began
         peaks.note()
     if snapshot:
         torch.cuda.memory._dump_snapshot(snapshot)
@@ -118,6 +123,7 @@ def measure_cuda(cfg: TrainConfig, snapshot: str = "", device: torch.device = CU
         "allocator_peak_bytes": max(peaks.peaks.values()),
         "reserved_peak_bytes": peaks.reserved,
         "device_bytes": total - free,
+        "seconds": seconds,
     }
 
 
@@ -130,7 +136,8 @@ def _on_device(micro: step.MicroBatch, device: torch.device) -> step.MicroBatch:
 
 def table(predicted: Profile, measured: dict, demand: Demand | None = None) -> str:
     """Each stage's predicted and measured GiB, the allocator's own peak, and tensors that only one
-    side has; with the `demand` of a CUDA run, what is reserved and what the device holds.
+    side has; with the `demand` of a CUDA run, what is reserved, what the device holds, and the
+    seconds of the step.
     """
     rows = [f"{'stage':<20}{'predicted GiB':>15}{'measured GiB':>15}{'difference':>12}"]
     expected = predicted.trace.peak_by_stage()
@@ -143,10 +150,11 @@ def table(predicted: Profile, measured: dict, demand: Demand | None = None) -> s
     if demand is None:
         rows += _tensor_rows(predicted.trace, measured["tensors"])
     else:
-        on_device = waterfall(demand.classic, demand.ranks)["device"]
-        reserved = demand.classic.peak_reserved
-        rows.append(_row("reserved peak", reserved, measured["reserved_peak_bytes"]))
+        allocator = demand.expandable if expandable_segments() else demand.classic
+        on_device = waterfall(allocator, demand.ranks)["device"]
+        rows.append(_row("reserved peak", allocator.peak_reserved, measured["reserved_peak_bytes"]))
         rows.append(_row("device", on_device, measured["device_bytes"]))
+        rows.append(f"the step took {measured['seconds']:.2f} s")
     return "\n".join(rows)
 
 

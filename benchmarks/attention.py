@@ -8,7 +8,7 @@ count, or between CUDA events, with the sides taking turns. Extra memory is the 
 a fresh process above what it had once its inputs existed, on a GPU the allocator's peak.
 
     python -m benchmarks.attention [--tokens 4096 ...] [--long] [--dtypes bf16 fp32]
-        [--what forward training decode memory] [--png FILE] [--device cuda]
+        [--what forward training decode memory] [--svg FILE] [--device cuda]
 """
 
 import argparse
@@ -24,7 +24,9 @@ import torch.nn.functional as F
 
 from base.flags import Parser, precision
 from benchmarks.clock import CPU, relative, seconds
+from footprint import svg
 from footprint.measure import peak_bytes
+from footprint.svg import Scale
 from longhaul import kernels
 from longhaul.dist import named_device
 from longhaul.sparse.choose import choose_blocks
@@ -373,9 +375,7 @@ def main(args: list[str] | None = None):
         help="data types",
     )
     parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT, help="what to measure")
-    parser.add_argument(
-        "--png", help="draw the ratios over the length into this file (needs matplotlib)"
-    )
+    parser.add_argument("--svg", help="draw the ratios over the length into this file")
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run"
     )
@@ -408,46 +408,39 @@ def main(args: list[str] | None = None):
                 figures += [f"{a / b:.2f}", "-" if c is None else f"{a / c:.2f}"]
                 print(f"| {what} | {dtype} | {T:,} | {' | '.join(figures)} |", flush=True)
                 ratios.setdefault((what, dtype), {})[T] = a / b
-    if args.png:
-        draw(ratios, args.png)
+    if args.svg:
+        draw(ratios, args.svg)
+
+
+COLOURS = dict(zip(WHAT, svg.COLOURS, strict=False))
+LEFT, RIGHT = 60, 560
+TOP, FLOOR = 20, 340
 
 
 def draw(ratios, path):
     """SDPA / NSA over the length, one line per kind and dtype."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    colours = {
-        "forward": "tab:blue",
-        "training": "tab:orange",
-        "decode": "tab:green",
-        "memory": "tab:grey",
-    }
+    tokens = [T for points in ratios.values() for T in points]
+    times = [ratio for points in ratios.values() for ratio in points.values()]
+    x = Scale.around(tokens, LEFT, RIGHT, base=2)
+    y = Scale.around([1, *times], FLOOR, TOP, base=2)
+    parts = [
+        svg.rows(y, LEFT, RIGHT),
+        svg.columns(x, FLOOR, TOP),
+        svg.line([(LEFT, y(1)), (RIGHT, y(1))], stroke="var(--faint)"),
+        svg.text("SDPA / NSA (above 1: NSA is better)", LEFT + 6, TOP + 14, ""),
+        svg.text("tokens", (LEFT + RIGHT) / 2, FLOOR + 38, "middle"),
+        svg.text("fp32: dashed", RIGHT + 16, TOP + 110),
+        svg.key(COLOURS, RIGHT + 16, TOP + 20, 0, 22),
+    ]
     for (what, dtype), points in ratios.items():
-        axes.plot(
-            list(points),
-            list(points.values()),
-            "o-" if dtype == "bf16" else "s--",
-            color=colours[what],
-            label=f"{what}, {dtype}",
-        )
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="tokens",
-        ylabel="SDPA / NSA (above 1: NSA is better)",
-        title="One CPU thread, 4 query heads of 128 on one KV head",
-    )
-    axes.set_xticks(sorted({T for points in ratios.values() for T in points}), minor=False)
-    axes.xaxis.set_major_formatter(lambda T, _: f"{T / 1024:.0f}k")
-    axes.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x")
-    axes.minorticks_off()
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
+        dashes = "6 4" if dtype == "fp32" else "none"
+        places = [(x(T), y(ratio)) for T, ratio in points.items()]
+        parts.append(svg.line(places, stroke=COLOURS[what], stroke_dasharray=dashes))
+        for place, (T, ratio) in zip(places, points.items(), strict=True):
+            words = f"{what}, {dtype}, {T:,} tokens: {ratio:.2f}"
+            parts.append(svg.dot(*place, words, r=4, fill=COLOURS[what]))
+    label = "Time and memory of SDPA over those of NSA by the length"
+    Path(path).write_text(svg.picture(680, 390, label, parts) + "\n")
 
 
 if __name__ == "__main__":

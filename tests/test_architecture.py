@@ -57,7 +57,7 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
     {"benchmarks"},
 ]
 # optional extras of the data preparation
-OPTIONAL = {"tokenizers", "pyarrow", "matplotlib"}
+OPTIONAL = {"tokenizers", "pyarrow"}
 STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outside
     "model": {"torch"},
     "longhaul.elementwise": {"torch", "triton"},

@@ -25,7 +25,7 @@ B = 3
 P = 4
 T = 5
 EOD = 7
-KINDS_OF_METHOD = ["gumbel", "gumbel_legacy", "reinforce"]
+KINDS_OF_METHOD = ["gumbel", "gumbel_legacy"]
 CPU = torch.device("cpu")
 SHAPE = dict(
     vocab_size=V,
@@ -375,41 +375,7 @@ def test_frozen_embeddings_stay_and_have_no_gradient():
     assert not torch.equal(layer, layer_before)
 
 
-# ---- REINFORCE
-
-
-def test_reinforce_is_the_gradient_of_the_probabilities_of_what_was_drawn():
-    options = settings(method="reinforce", group_size=3, kl_coef=0.2)
-    policy, reference = decoder(0), decoder(1)
-    reward = reward_model()
-    given = micro()
-    loss = GradeObjective(options, reference, reward).loss(policy, given, torch.tensor(float(B)))
-
-    numbers = torch.arange(1, 4)
-    golden = grade._signed(grade.GOLDEN)
-    seeds = grade.mix_bits(given["seed_B"][:, None] + numbers * golden).flatten()
-    prompts_RP = given["prompts_BP"].repeat_interleave(3, 0)
-    tokens_RT = grade.respond(policy, prompts_RP, seeds, T)
-    counts_RT = grade.counted(tokens_RT, EOD).double()
-
-    policy64, reference64 = (decoder(s, compute_dtype="float64").double() for s in (0, 1))
-    reward64 = reward_model(compute_dtype="float64").double()
-    rows = torch.cat([prompts_RP, tokens_RT], 1)[:, :-1]
-
-    def log_probabilities(model):
-        return (model.hidden(rows)[:, P - 1 :] @ model.lm_head.weight.t()).log_softmax(-1)
-
-    logp, logq = log_probabilities(policy64), log_probabilities(reference64).detach()
-    kl = (logp.exp() * (logp - logq)).sum(-1)
-    drawn = logp.gather(-1, tokens_RT[..., None])[..., 0]
-    r = reward64.forward_hard(prompts_RP, tokens_RT, counts_RT).view(B, 3)
-    baseline = torch.stack([r[:, [1, 2]].mean(1), r[:, [0, 2]].mean(1), r[:, [0, 1]].mean(1)], 1)
-    advantage = (r - baseline).flatten()
-    mean_kl = (kl * counts_RT).sum(1) / counts_RT.sum(1)
-    wanted = (0.2 * mean_kl - advantage * (drawn * counts_RT).sum(1)).mean()
-
-    assert abs(float((loss - wanted).detach())) < 1e-5
-    assert_near(gradients(loss, policy), gradients(wanted, policy64), 1e-4)
+# ---- drawn responses
 
 
 def test_responses_are_drawn_from_the_models_distribution():
@@ -434,8 +400,7 @@ def test_padding_of_the_vocabulary_is_never_drawn(method):
     options = settings(method=method, gumbel_topk=0, vocab_size=30)
     objective = GradeObjective(options, decoder(1), reward_model())
     objective.loss(decoder(0), micro(), torch.tensor(1.0))
-    mass = objective.figures()["topk_mass"]
-    assert mass == 1 if method == "reinforce" else 0.1 < mass < 0.9
+    assert 0.1 < objective.figures()["topk_mass"] < 0.9
     assert objective.advice == ""  # no --gumbel_topk would change it
 
 
@@ -457,7 +422,7 @@ def test_the_number_that_is_told_leaves_out_padding():
         (dict(tau_end=float("nan")), "--tau_end nan is no temperature"),
         (dict(max_new_tokens=0), "--max_new_tokens 0 is no response"),
         (dict(kl_coef=-0.1), "--kl_coef -0.1"),
-        (dict(method="reinforce", group_size=1), "--group_size 1"),
+        (dict(method="reinforce"), "--method 'reinforce' is unknown"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(options, words):
@@ -484,7 +449,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated(options, shap
         settings(**options).check(policy, reward, shapes.get("prompt", P), 16)
 
 
-@pytest.mark.parametrize("method", ["gumbel", "gumbel_legacy", "ste_legacy", "reinforce"])
+@pytest.mark.parametrize("method", ["gumbel", "gumbel_legacy", "ste_legacy"])
 def test_what_fits_is_not_refused(method):
     config = ModelConfig(**SHAPE)
     unread = V + 1 if method != "gumbel" else V
@@ -534,8 +499,7 @@ def test_numbers_that_went_wrong_end_the_run_with_step_temperature_and_logit(met
         policy.norm.weight[3] = math.nan
     objective.loss(policy, micro(), torch.tensor(1.0))
     figures = objective.figures()
-    at = "" if method == "reinforce" else r"at tau 1\.26, "
-    said = rf"step 4: .*kl.* not finite {at}with a largest finite \|logit\| of [0-9.]+: "
+    said = r"step 4: .*kl.* not finite at tau 1\.26, with a largest finite \|logit\| of [0-9.]+: "
     with pytest.raises(NumericalHalt, match=said):
         objective.require_finite(figures)
 
@@ -575,24 +539,3 @@ def test_in_bf16_nothing_is_rounded_between_hidden_states_and_probabilities():
     for mine, theirs, wanted, bound in zip(found, rounded, exact, bounds, strict=True):
         assert (mine - wanted).abs().max() <= bound * wanted.abs().max()
         assert (theirs - wanted).abs().max() > 1e-2 * wanted.abs().max()
-
-
-def test_a_drawn_token_is_scored_as_exactly():
-    options = settings(method="reinforce", kl_coef=0.0)
-    low = [decoder(seed, compute_dtype="bfloat16") for seed in (0, 1)]
-    tokens_BT = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(3))
-    objective = GradeObjective(options, low[1], reward_model())
-    counts_BT = torch.ones(B, T)
-    found = objective._statistics(low[0], micro(), prompts(), tokens_BT, counts_BT)
-
-    rows_BT = torch.cat([prompts(), tokens_BT], 1)[:, :-1]
-    logp = [
-        (model.hidden(rows_BT)[:, P - 1 :].double() @ model.lm_head.weight.double().t())
-        .log_softmax(-1)
-        .detach()
-        for model in low
-    ]
-    kl_BT = (logp[0].exp() * (logp[0] - logp[1])).sum(-1)
-    logprob_BT = logp[0].gather(2, tokens_BT[..., None])[..., 0]
-    torch.testing.assert_close(found[0].double(), logprob_BT, atol=1e-5, rtol=0)
-    torch.testing.assert_close(found[1].double(), kl_BT, atol=1e-5, rtol=0)

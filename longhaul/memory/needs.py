@@ -32,9 +32,7 @@ ADAMW = 12  # bytes of a parameter that the host updates: its weight and two mom
 PROCESS_GIB = 0.45 if torch.version.cuda is None else 0.66
 # Context, workspaces and the allocator's rounding on a GPU, where nothing is replayed
 CUDA_CONTEXT_GIB = 1.0
-# Of GRADE's methods: the others need less than the first. Which of the two needs more depends on
-# the lengths, the vocabulary and --group_size.
-LARGEST = ("ste_legacy", "reinforce")
+LARGEST = "ste_legacy"  # of GRADE's methods: the others need less
 KEPT = ("parameter", "optimizer")  # categories of what every stage holds
 FIXED = (*KEPT, "gradient", "unsharded")  # that are as large for every number of tokens
 WARM_UP = "dense warm-up"  # a stage: steps in which only an indexer learns
@@ -284,7 +282,6 @@ def largest(cfg: TrainConfig, ranks: int = 1) -> TrainConfig:
         if needs(cfg, ranks).peak_stage == WARM_UP:
             return in_warm_up(cfg)
         return dataclasses.replace(cfg, indexer_warmup=0)
-    if not isinstance(cfg, GradeConfig) or cfg.method != "all":
-        return cfg
-    each = [dataclasses.replace(cfg, method=method) for method in LARGEST]
-    return max(each, key=lambda one: needs(one, ranks).peak)
+    if isinstance(cfg, GradeConfig) and cfg.method == "all":
+        return dataclasses.replace(cfg, method=LARGEST)
+    return cfg

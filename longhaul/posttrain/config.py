@@ -308,8 +308,8 @@ class GradeConfig(PolicyConfig):
         "gumbel",
         "how a gradient passes through sampled text: gumbel, mixtures of tokens; ste, mixtures "
         "whose likeliest token is read (straight-through); gumbel_legacy and ste_legacy, the same "
-        "without a cache and with all of [tokens, vocabulary]; reinforce, through probabilities "
-        "of drawn tokens; all, one after the other, for comparison",
+        "without a cache and with all of [tokens, vocabulary]; all, one after the other, for "
+        "comparison",
         choices=(*METHODS, "all"),
         group="policy",
     )
@@ -332,13 +332,6 @@ class GradeConfig(PolicyConfig):
     tau_start: float = flag(2.0, "temperature of the mixtures in the first step", group="policy")
     tau_end: float = flag(
         0.5, "temperature of the mixtures in the last step, falling geometrically", group="policy"
-    )
-    group_size: int = flag(
-        4,
-        "reinforce: responses to each prompt, of which each has the others as its baseline",
-        aliases=("n_resp_per_prompt",),
-        at_least=2,
-        group="policy",
     )
     gradient_checkpointing: str = changed_flag(
         TrainConfig,
@@ -378,8 +371,6 @@ class GradeConfig(PolicyConfig):
         return True
 
     def scheduled(self, step: int) -> dict[str, float]:
-        if self.method == "reinforce":  # which mixes nothing
-            return {}
         return {"tau": self.settings(eod_id=0).tau(step)}
 
     def settings(self, eod_id: int, vocab_size: int | None = None) -> GradeSettings:
@@ -395,7 +386,6 @@ class GradeConfig(PolicyConfig):
             tau_end=self.tau_end,
             max_steps=self.max_steps,
             checkpoint=self.gradient_checkpointing != "none",
-            group_size=self.group_size,
         )
 
 

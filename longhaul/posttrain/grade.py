@@ -22,8 +22,8 @@ that of the others, and drowns them.
 cache that gradients pass through. What it does with the vocabulary is checkpointed for each token,
 and so are the layers, by the lever of `longhaul.step.build`: memory is [B, T, K] and the cache.
 
-Letters: B prompts of P tokens, T tokens of a response, K tokens of a mixture, G responses of a
-prompt, D model width, V vocabulary, N = B*T.
+Letters: B prompts of P tokens, T tokens of a response, K tokens of a mixture, D model width, V
+vocabulary, N = B*T.
 """
 
 import functools
@@ -45,10 +45,9 @@ from longhaul.posttrain.policy import exact
 from longhaul.posttrain.prompts import GradientCache, SoftTokens, embedded
 from longhaul.posttrain.reward import RewardModel, require_same_vocabulary
 from longhaul.step import MicroBatch
-from longhaul.vocab import vocab_stats
 from model import Decoder, ModelConfig
 
-METHODS = ("gumbel", "ste", "gumbel_legacy", "ste_legacy", "reinforce")
+METHODS = ("gumbel", "ste", "gumbel_legacy", "ste_legacy")
 ENOUGH_MASS = 0.99  # of a distribution, below which its K likeliest tokens misrepresent it
 
 # (position of the token, ids [B, K]) -> noise [B, K]
@@ -68,7 +67,6 @@ class GradeSettings:
     tau_end: float = 0.5
     max_steps: int = 100  # over which tau falls
     checkpoint: bool = True  # compute a token's distribution again in the backward
-    group_size: int = 4  # reinforce: responses of a prompt; the others are a response's baseline
     vocab_size: int | None = None  # only ids below it are mixed or drawn; None: all
 
     def __post_init__(self):
@@ -89,11 +87,6 @@ class GradeSettings:
                 raise ValueError(f"--{name} {tau} is no temperature: give a number above 0")
         if not 0 <= self.kl_coef < math.inf:
             raise ValueError(f"--kl_coef {self.kl_coef} is out of range: give 0 or more")
-        if self.method == "reinforce" and self.group_size < 2:
-            raise ValueError(
-                f"--group_size {self.group_size}: the baseline of a response is the mean reward of "
-                "the others: give 2 or more"
-            )
 
     @property
     def legacy(self) -> bool:
@@ -102,8 +95,8 @@ class GradeSettings:
 
     @property
     def topk(self) -> int:
-        """Tokens of a mixture, 0 for the whole vocabulary, which two methods can be without."""
-        return self.gumbel_topk if self.method in ("gumbel", "ste") else 0
+        """Tokens of a mixture, 0 for the whole vocabulary, of which the published form is made."""
+        return 0 if self.legacy else self.gumbel_topk
 
     @property
     def straight_through(self) -> bool:
@@ -548,22 +541,10 @@ class GradeObjective:
 
     def tokens_of(self, prompts: Sequence[int]) -> int:
         """Tokens of all responses to prompts of these lengths, with the prompts."""
-        return self._responses * sum(P + self.settings.max_new_tokens for P in prompts)
-
-    @property
-    def _responses(self) -> int:
-        return self.settings.group_size if self.settings.method == "reinforce" else 1
+        return sum(P + self.settings.max_new_tokens for P in prompts)
 
     def loss(self, model: Decoder, micro: MicroBatch, divisor: Tensor) -> Tensor:
         """The micro-batch's share of the loss."""
-        if self.settings.method == "reinforce":
-            return self._reinforce(model, micro) / divisor
-        return self._relaxed(model, micro) / divisor
-
-    # ---- through mixtures
-
-    def _relaxed(self, model: Decoder, micro: MicroBatch) -> Tensor:
-        """The summed loss of the prompts."""
         prompts_BP = micro["prompts_BP"]
         noise = functools.partial(hashed_noise, micro["seed_B"])
         generate = generate_soft if self.settings.legacy else generate_soft_topk
@@ -578,71 +559,7 @@ class GradeObjective:
         self._count(reward_B, kl_B, entropy_B, lengths_B, mass_B)
         hidden_ND = response.hidden_BTD.flatten(0, 1)
         self._remember(model, micro, hidden_ND, response.counts_BT, of_tokens.largest.amax())
-        return (self.settings.kl_coef * kl_B - reward_B).sum()
-
-    # ---- through the probabilities of drawn tokens
-
-    def _reinforce(self, model: Decoder, micro: MicroBatch) -> Tensor:
-        """sum over prompts of mean over responses of (-advantage * log p + kl_coef * KL), where the
-        advantage is the reward less the mean reward of the other responses to the prompt
-        (Williams 1992; Kool et al. 2019).
-        """
-        G = self.settings.group_size
-        T = self.settings.max_new_tokens
-        prompts_RP = micro["prompts_BP"].repeat_interleave(G, 0)
-        number_G = torch.arange(1, G + 1, device=prompts_RP.device)
-        seed_R = mix_bits(micro["seed_B"][:, None] + number_G * _signed(GOLDEN)).flatten()
-
-        tokens_RT = respond(model, prompts_RP, seed_R, T, self.settings.vocab_size)
-        counts_RT = counted(tokens_RT, self.settings.eod_id)
-        with torch.no_grad():
-            reward_R = self.reward.forward_hard(prompts_RP, tokens_RT, counts_RT)
-        reward_BG = reward_R.unflatten(0, (-1, G))
-        others_BG = (reward_BG.sum(1, keepdim=True) - reward_BG) / (G - 1)
-        advantage_R = (reward_BG - others_BG).flatten()
-
-        logprob_RT, kl_RT, entropy_RT = self._statistics(
-            model, micro, prompts_RP, tokens_RT, counts_RT
-        )
-        kl_R = mean_of_counted(kl_RT, counts_RT)
-        entropy_R = mean_of_counted(entropy_RT.detach(), counts_RT)
-        of_prompts = [x.unflatten(0, (-1, G)).mean(1) for x in (reward_R, kl_R, entropy_R)]
-        lengths_B = counts_RT.sum(1).unflatten(0, (-1, G)).mean(1)
-        self._count(*of_prompts, lengths_B, torch.ones_like(lengths_B))
-
-        logprob_R = (logprob_RT * counts_RT).sum(1)
-        return (self.settings.kl_coef * kl_R - advantage_R * logprob_R).sum() / G
-
-    def _statistics(
-        self,
-        model: Decoder,
-        micro: MicroBatch,
-        prompts_RP: Tensor,
-        tokens_RT: Tensor,
-        counts_RT: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probability, KL and entropy [R, T] of drawn tokens, in one forward of whole rows."""
-        P = prompts_RP.shape[1]
-        rows_RT = torch.cat([prompts_RP, tokens_RT], 1)[:, :-1]
-        hidden_ND = model.hidden(rows_RT)[:, P - 1 :].flatten(0, 1)
-        with torch.no_grad():
-            of_reference_ND = self.reference.hidden(rows_RT)[:, P - 1 :].flatten(0, 1)
-
-        def with_weights(_, reference_VD: Tensor, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-            reference = (exact(of_reference_ND), reference_VD)
-            stats = vocab_stats(
-                exact(hidden_ND), weight_VD, tokens_RT.flatten(), reference=reference
-            )
-            # at most log V above the largest logit
-            size_N = stats.lse.detach().abs()
-            largest = size_N.where(size_N.isfinite(), 0).amax()
-            self._remember(model, micro, hidden_ND.detach(), counts_RT, largest)
-            return torch.stack([stats.logprob, stats.kl_ref, stats.entropy])
-
-        def with_weight(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-            return self.reference.apply_head(of_reference_ND, with_weights, hidden_ND, weight_VD)
-
-        return model.apply_head(hidden_ND, with_weight).unflatten(1, tokens_RT.shape).unbind(0)
+        return (self.settings.kl_coef * kl_B - reward_B).sum() / divisor
 
     # ---- figures
 
@@ -697,14 +614,10 @@ class GradeObjective:
         if not wrong:
             return
         step, tau = self.when
-        remedy = "a lower --lr or a higher --tau_end"
-        at = f"at tau {float(tau):.3g}, "
-        if self.settings.method == "reinforce":  # which mixes nothing
-            remedy, at = "a lower --lr", ""
         raise NumericalHalt(
-            f"step {int(step) + 1}: {', '.join(wrong)} not finite {at}with a largest finite "
-            f"|logit| of {figures['largest_logit']:.3g}: --resume an earlier checkpoint "
-            f"with {remedy} and a new --output_dir"
+            f"step {int(step) + 1}: {', '.join(wrong)} not finite at tau {float(tau):.3g}, with a "
+            f"largest finite |logit| of {figures['largest_logit']:.3g}: --resume an earlier "
+            "checkpoint with a lower --lr or a higher --tau_end and a new --output_dir"
         )
 
     def _advice(self, mass: float) -> str:

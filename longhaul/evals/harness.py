@@ -32,8 +32,9 @@ from tqdm import tqdm
 
 from data.load_tokenizer import AnyTokenizer
 from longhaul.evals.score import Item, ModelScorer, answers
-from longhaul.generate import check_sampling, generate, prefill
+from longhaul.generate import generate, prefill
 from longhaul.kinds import attention_kind
+from longhaul.sampling import check_sampling
 from model import IGNORE, Decoder, KVCache
 
 Text = list[int]  # indices of requests with the same inputs

@@ -10,12 +10,12 @@ from typing import ClassVar
 
 from longhaul.cli import changed_flag, flag
 from longhaul.config import TrainConfig
-from longhaul.generate import COLDEST, HOTTEST
 from longhaul.kinds import attention_kind
 from longhaul.posttrain.grade import METHODS, GradeSettings
 from longhaul.posttrain.intuitor import OFFLINE, REWARDS
 from longhaul.posttrain.policy import KLS, NORMALIZERS, PolicyLoss
 from longhaul.posttrain.rollout import Sampling
+from longhaul.sampling import COLDEST, HOTTEST
 from model import ModelConfig
 
 VALIDATION_SEED = 1  # of the draws of a validation
@@ -386,6 +386,17 @@ class GradeConfig(PolicyConfig):
             tau_end=self.tau_end,
             max_steps=self.max_steps,
             checkpoint=self.gradient_checkpointing != "none",
+        )
+
+    def validation_sampling(self, eod_id: int, vocab_size: int) -> Sampling:
+        """How validation prompts are answered: once, with the same draws at every validation."""
+        return Sampling(
+            group_size=1,
+            max_response_length=self.max_new_tokens,
+            eod_id=eod_id,
+            vocab_size=vocab_size,
+            seed=VALIDATION_SEED,
+            prompts=self.batch_size,
         )
 
 

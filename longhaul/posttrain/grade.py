@@ -32,18 +32,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from data.order import GOLDEN, MASK, mix
 from longhaul import dist
 from longhaul.exits import NumericalHalt
 from longhaul.parallel import apply
 from longhaul.posttrain.policy import exact
 from longhaul.posttrain.prompts import GradientCache, SoftTokens, embedded
 from longhaul.posttrain.reward import RewardModel, require_same_vocabulary
+from longhaul.sampling import decode, hashed_noise, row_seeds
 from longhaul.step import MicroBatch
 from model import Decoder, ModelConfig
 
@@ -134,51 +133,6 @@ class GradeSettings:
                 f"prompts of {prompt} tokens and --max_new_tokens {self.max_new_tokens} exceed the "
                 f"context of {context}: shorten one of them, or raise --context_length"
             )
-
-
-# ---- noise
-
-
-def row_seeds(seed: int, step: int, prompts: Sequence[int]) -> Tensor:
-    """The seed [B] of each prompt's noise, int64 on the host: a hash of (seed, step, number of the
-    prompt in the step), so that neither ranks nor micro-batches nor a resume change a draw.
-    """
-    key = mix(seed & MASK)
-    key = mix((key + (step + 1) * GOLDEN) & MASK)
-    seeds = [mix((key + (prompt + 1) * GOLDEN) & MASK) for prompt in prompts]
-    return torch.from_numpy(np.array(seeds, dtype=np.uint64).view(np.int64))
-
-
-def hashed_noise(seed_B: Tensor, position: int, ids_BK: Tensor) -> Tensor:
-    """Gumbel noise [B, K] in fp32, -log(-log u), where u is a hash of (seed, position, token).
-
-    The K likeliest tokens so get the noise that they have among all tokens, on every device, and a
-    checkpoint gets it again. u has 52 bits and lies inside (0, 1): no noise is infinite.
-    """
-    key_B = mix_bits(seed_B + _signed((position + 1) * GOLDEN))
-    bits_BK = mix_bits(key_B[:, None] + (ids_BK + 1) * _signed(GOLDEN))
-    u_BK = (_shift(bits_BK, 12).double() + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(u_BK)).float()
-
-
-def mix_bits(x: Tensor) -> Tensor:
-    """`data.order.mix` of int64 tensors, whose products wrap around."""
-    x = x ^ _shift(x, 30)
-    x = x * _signed(0xBF58476D1CE4E5B9)
-    x = x ^ _shift(x, 27)
-    x = x * _signed(0x94D049BB133111EB)
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """x >> bits of a number without sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(number: int) -> int:
-    """The int64 with the 64 low bits of a number."""
-    number &= MASK
-    return number - (1 << 64) if number >> 63 else number
 
 
 # ---- a token
@@ -295,28 +249,25 @@ def generate_soft_topk(
     cache = GradientCache(policy.config)
     reference_cache = reference.new_cache(B, P + T)
 
-    read = prompts_BP
-    read_by_reference = prompts_BP
-    tokens = []
-    figures = []
-    hiddens = []
-    for position in range(T):
+    def next_token(position: int, reads: tuple[Tensor, Tensor]) -> tuple[Mixture, Figures, Tensor]:
+        nonlocal cache
+        read, read_by_reference = reads
         hidden_BD = policy.hidden(read, cache=cache)[:, -1]
         cache = cache.extended()
         with torch.no_grad():
             of_reference_BD = reference.hidden(read_by_reference, cache=reference_cache)[:, -1]
-
         token, of_token = _choose(
             policy, reference, hidden_BD, of_reference_BD, noise, position, tau, settings
         )
-        tokens.append(token)
-        figures.append(of_token)
-        hiddens.append(hidden_BD.detach())
-        if position + 1 < T:
-            read = embedded(policy, token.soft)
-            with torch.no_grad():
-                read_by_reference = embedded(reference, token.soft)
+        return token, of_token, hidden_BD.detach()
 
+    def following(made: tuple[Mixture, Figures, Tensor]) -> tuple[Tensor, Tensor]:
+        read = embedded(policy, made[0].soft)
+        with torch.no_grad():
+            return read, embedded(reference, made[0].soft)
+
+    made = decode(next_token, (prompts_BP, prompts_BP), following, T)
+    tokens, figures, hiddens = zip(*made, strict=True)
     of_tokens = Figures(*(torch.stack(column, 1) for column in zip(*figures, strict=True)))
     return _response(tokens, of_tokens, hiddens, settings)
 
@@ -390,20 +341,20 @@ def generate_soft(
     whole vocabulary. The reference reads the row at the end.
     """
     P = prompts_BP.shape[1]
-    read_BTD = embedded(policy, prompts_BP)
-    all_logits = []
-    tokens = []
-    hiddens = []
-    for position in range(settings.max_new_tokens):
-        hidden_BD = policy.hidden(read_BTD)[:, -1]
-        logits_BV = policy.apply_head(hidden_BD, wide_logits)
-        token_noise = functools.partial(noise, position)
-        token = mixture(logits_BV, token_noise, tau, settings)
 
-        all_logits.append(logits_BV)
-        tokens.append(token)
-        hiddens.append(hidden_BD.detach())
-        read_BTD = torch.cat([read_BTD, embedded(policy, token.soft)], 1)
+    def next_token(position: int, row_BTD: Tensor) -> tuple[Mixture, Tensor, Tensor, Tensor]:
+        hidden_BD = policy.hidden(row_BTD)[:, -1]
+        logits_BV = policy.apply_head(hidden_BD, wide_logits)
+        token = mixture(logits_BV, functools.partial(noise, position), tau, settings)
+        return token, logits_BV, hidden_BD.detach(), row_BTD
+
+    def following(made: tuple[Mixture, Tensor, Tensor, Tensor]) -> Tensor:
+        token, _, _, row_BTD = made
+        return torch.cat([row_BTD, embedded(policy, token.soft)], 1)
+
+    row_BTD = embedded(policy, prompts_BP)
+    made = decode(next_token, row_BTD, following, settings.max_new_tokens)
+    tokens, all_logits, hiddens, _ = zip(*made, strict=True)
 
     soft_BTV = torch.stack([token.weight_BK for token in tokens], 1)
     with torch.no_grad():
@@ -420,7 +371,10 @@ def generate_soft(
 
 
 def _response(
-    tokens: list[Mixture], figures: Figures, hiddens: list[Tensor], settings: GradeSettings
+    tokens: Sequence[Mixture],
+    figures: Figures,
+    hiddens: Sequence[Tensor],
+    settings: GradeSettings,
 ) -> SoftResponse:
     weights, indices, ids = zip(*tokens, strict=True)
     index_BTK = None if indices[0] is None else torch.stack(indices, 1)
@@ -432,30 +386,6 @@ def _response(
         figures,
         torch.stack(hiddens, 1),
     )
-
-
-@torch.no_grad()
-def respond(
-    model: Decoder, prompts_BP: Tensor, seed_B: Tensor, T: int, vocab_size: int | None = None
-) -> Tensor:
-    """Responses [B, T] of tokens drawn from the model's distribution, without gradients; only ids
-    below `vocab_size` are drawn. They go on after the end of the document, which `counted` finds,
-    so that no length waits for the device.
-    """
-    B, P = prompts_BP.shape
-    cache = model.new_cache(B, P + T)
-    read_BT = prompts_BP
-    tokens = []
-    with apply.eager(model):
-        for position in range(T):
-            hidden_BD = model.hidden(read_BT, cache=cache)[:, -1]
-            logits_BV = model.apply_head(hidden_BD, wide_logits)[:, :vocab_size]
-            ids_BV = torch.arange(logits_BV.shape[1], device=seed_B.device).expand_as(logits_BV)
-            noisy_BV = logits_BV + hashed_noise(seed_B, position, ids_BV)
-            read_BT = noisy_BV.argmax(-1, keepdim=True)
-            tokens.append(read_BT)
-    apply.reshard(model)
-    return torch.cat(tokens, 1)
 
 
 # ---- the objective

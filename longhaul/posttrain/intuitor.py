@@ -26,6 +26,7 @@ from longhaul.kinds import attention_kind
 from longhaul.posttrain import policy, rollout
 from longhaul.posttrain.policy import Group, PolicyLoss, Response
 from longhaul.posttrain.rollout import Sample, Sampling
+from longhaul.sampling import uniforms
 from longhaul.step import MicroBatch
 from model import Decoder
 
@@ -371,7 +372,7 @@ class Intuitor:
         elif name == "random":
             seed = self.sampling.seed + 1  # other numbers than those of the draws
             reward_G = torch.from_numpy(
-                rollout.uniforms(seed, step, [prompt.position], self.sampling.group_size, 1)
+                uniforms(seed, step, [prompt.position], self.sampling.group_size, 1)
             )[0, kept, 0]
         elif name == "mixed":
             reward_G = normalized(self_certainty(samples)) + normalized(right_G)

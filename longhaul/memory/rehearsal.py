@@ -132,13 +132,12 @@ def rehearsal(
     cfg: TrainConfig,
     ranks: int,
     every: bool,
-    tokens: int = 0,
 ) -> Rehearsal:
-    """The step of these settings. `tokens`: how many a soft response has, instead of all."""
+    """The step of these settings."""
     if isinstance(cfg, IntuitorConfig):
         return Intuitor(cfg, ranks, every)
     if isinstance(cfg, GradeConfig):
-        return Grade(cfg, ranks, every, tokens)
+        return Grade(cfg, ranks, every)
     return Rehearsal(cfg, ranks, every)
 
 
@@ -221,13 +220,10 @@ class Grade(Policy):
         cfg: GradeConfig,
         ranks: int,
         every: bool,
-        tokens: int = 0,
     ):
         super().__init__(cfg, ranks, every)
         # a run always leaves out the ids that are padding, though there may be none
-        settings = cfg.settings(eod_id=0, vocab_size=cfg.model().vocab_size)
-        made = tokens or cfg.max_new_tokens
-        self.settings = dataclasses.replace(settings, max_new_tokens=made)
+        self.settings = cfg.settings(eod_id=0, vocab_size=cfg.model().vocab_size)
         one = torch.zeros(1, dtype=torch.long)
         prompts = [one for _ in range(cfg.batch_size)]
         numbers = range(cfg.batch_size)

@@ -29,9 +29,9 @@ from footprint import Refused, Report, predict
 from footprint.device import HALF_SINCE, Card, Placement, card
 from footprint.device import SIZES as CARD_SIZES
 from footprint.owners import holdings
-from longhaul import cli
+from longhaul import cli, users_file
 from longhaul.cli import flag
-from longhaul.memory import hugging_face, users_file
+from longhaul.memory import hugging_face
 from longhaul.memory.hugging_face import DTYPES, OPTIMIZERS
 from longhaul.memory.search import MOST as MOST_TRIED
 from longhaul.memory.search import (
@@ -44,7 +44,7 @@ from longhaul.memory.search import (
     Verdict,
     note_on_size,
 )
-from longhaul.memory.users_file import UsersFile
+from longhaul.users_file import UsersFile
 from model import GIB
 
 OPENS = ("step", "hf")  # flags that lead here

@@ -12,7 +12,7 @@ from longhaul.cli import changed_flag, flag
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
 from longhaul.posttrain.grade import METHODS, GradeSettings
-from longhaul.posttrain.intuitor import OFFLINE, REWARDS
+from longhaul.posttrain.intuitor import OFFLINE, require_known
 from longhaul.posttrain.policy import KLS, NORMALIZERS, PolicyLoss
 from longhaul.posttrain.rollout import Sampling
 from longhaul.sampling import COLDEST, HOTTEST
@@ -148,8 +148,8 @@ class IntuitorConfig(PolicyConfig):
         "self_certainty",
         "what a response is worth: self_certainty, the mean of KL(uniform || p) over its tokens; "
         "self_certainty_offline, the same by the reference; label, 1 if it is the answer; mixed, "
-        "the label and the self-certainty, each normalised in its group; random, a draw",
-        choices=REWARDS,
+        "the label and the self-certainty, each normalised in its group; random, a draw; or "
+        "FILE.py:FUNCTION, your own function of texts (docs/LAB.md)",
         group="policy",
     )
     group_size: int = flag(
@@ -221,6 +221,7 @@ class IntuitorConfig(PolicyConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        require_known(self.reward)
         if not COLDEST <= self.temperature <= HOTTEST:
             raise ValueError(
                 f"--temperature {self.temperature:g} is out of range: give {COLDEST:g} to "

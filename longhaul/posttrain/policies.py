@@ -29,6 +29,7 @@ from longhaul.posttrain.config import (
 )
 from longhaul.posttrain.grade import GradeObjective
 from longhaul.posttrain.intuitor import BY_ANSWER, Intuitor
+from longhaul.posttrain.own_reward import OwnReward, names_function
 from longhaul.posttrain.policy import PolicyObjective
 from longhaul.posttrain.reward import RewardModel
 from longhaul.posttrain.rollout import Sampling
@@ -44,15 +45,28 @@ def prompts_in_order(
     corpora: Sequence[Corpus],
     world: dist.World,
 ) -> Prompts:
-    """The prompts of a run of Intuitor; ValueError also if answers are missing that its reward
-    needs.
+    """The prompts of a run of Intuitor; ValueError also if answers or texts are missing that its
+    reward needs.
     """
+    own_reward(cfg.reward, corpora[0].dataset)
     found = fitting_prompts(cfg, corpora, world)
     if cfg.reward in BY_ANSWER:
         dist.on_rank0(
             lambda: intuitor.require_answers(found.dataset, found.split, cfg.reward), world
         )
     return found
+
+
+def own_reward(reward: str, dataset: Dataset) -> OwnReward | None:
+    """The reward that is a function of texts. ValueError if it cannot be had, or without texts."""
+    if not names_function(reward):
+        return None
+    if not dataset.tokenizer_path:
+        raise ValueError(
+            f"--reward {reward} reads texts, and {dataset.path} has no tokenizer: prepare the data "
+            f"with data.prepare, or give one of {', '.join(intuitor.REWARDS)}"
+        )
+    return OwnReward(reward, load_tokenizer(dataset.tokenizer_path).decode)
 
 
 def fitting_prompts(
@@ -225,6 +239,7 @@ class IntuitorSource(PolicySource):
             self.state.model,
             self.reference,
             self.ready.world,
+            own_reward(cfg.reward, self.ready.dataset),
         )
 
     def open(self, log):

@@ -43,7 +43,7 @@ from longhaul.posttrain.policy import exact
 from longhaul.posttrain.prompts import GradientCache, SoftTokens, embedded
 from longhaul.posttrain.reward import RewardModel, require_same_vocabulary
 from longhaul.sampling import decode, hashed_noise, row_seeds
-from longhaul.step import MicroBatch
+from longhaul.step import MicroBatch, Objective
 from model import Decoder, ModelConfig
 
 METHODS = ("gumbel", "ste", "gumbel_legacy", "ste_legacy")
@@ -439,7 +439,7 @@ class Latest(NamedTuple):
     counts_BT: Tensor
 
 
-class GradeObjective:
+class GradeObjective(Objective):
     """What a step of `longhaul.step.train_step` minimises, over `micro_batches`: the mean over all
     prompts of the step, however they are split.
 

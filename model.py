@@ -716,8 +716,6 @@ def packed_attention(
 class LayerCache:
     """Keys and values of one layer, [B, max_length, G, K], filled from the left."""
 
-    by_position = True  # it keeps nothing but keys and values of single positions
-
     def __init__(self, shape: tuple[int, int, int, int], device: Device, dtype: torch.dtype):
         self.k_BSGK = torch.empty(shape, device=device, dtype=dtype)
         self.v_BSGK = torch.empty(shape, device=device, dtype=dtype)
@@ -778,17 +776,6 @@ class KVCache:
     def rope(self, rotary: RotaryCache, tokens: int, device: torch.device) -> Rope:
         """cos and sin of so many tokens that come next."""
         return rotary(tokens, device, self.length)
-
-    def rewind(self, length: int) -> None:
-        """Forget what follows the first `length` positions. ValueError for an attention that keeps
-        more than keys and values of single positions.
-        """
-        for layer in self.layers:
-            if not layer.by_position:
-                raise ValueError(
-                    f"a cache of {type(layer).__name__} cannot be rewound: make a new one"
-                )
-            layer.length = min(layer.length, length)
 
 
 class Attention(nn.Module):
@@ -1396,8 +1383,6 @@ def select_blocks(p_N: Tensor, position: Tensor, cfg: NSAConfig) -> Tensor:
 class SparseCache:
     """What a layer of plain NSA keeps while decoding: everything that a later token may read."""
 
-    by_position = False
-
     def __init__(
         self,
         cfg: NSAConfig,
@@ -1712,14 +1697,15 @@ class Decoder(nn.Module):
         """
         hidden_BTD = self.hidden(tokens_BT, positions, doc_ids, cache, rows)
         hidden_ND = hidden_BTD.flatten(0, 1)
+        shape = hidden_BTD.shape[:2]
         if labels_BT is None and head is not None:
             return self.lm_head(hidden_ND, head)
         if labels_BT is None:
-            return self.lm_head(hidden_ND, logits).unflatten(0, tokens_BT.shape)
+            return self.lm_head(hidden_ND, logits).unflatten(0, shape)
 
-        if labels_BT.shape != tokens_BT.shape:
+        if labels_BT.shape != shape:
             raise ValueError(
-                f"labels are {tuple(labels_BT.shape)} and tokens {tuple(tokens_BT.shape)}: "
+                f"labels are {tuple(labels_BT.shape)} and tokens {tuple(shape)}: "
                 "give one target per position (labels[:, t] is the target of position t)"
             )
         if self.validate:

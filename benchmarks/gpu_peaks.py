@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from base.flags import Parser
-from footprint import predict
-from footprint.html import PALETTE, title
-from footprint.picture import COLOURS, WORDS
+from footprint import predict, svg
+from footprint.svg import Scale
 
 MEASURED = Path(__file__).with_suffix(".json")
 MIB = 2**20
@@ -595,59 +594,32 @@ class Comparison:
 
 # ---- the picture: a point for each row, both axes logarithmic
 
-LEFT = 70  # edges of the square, in points; the key is right of it
-TOP = 16
-FLOOR = 380
-WIDTH = 590
-HEIGHT = 426
-DECADES = (-3, 5)  # MiB as powers of ten
-
-
-def place(mib: float) -> float:
-    """Points from the start of an axis."""
-    first, last = DECADES
-    return (math.log10(mib) - first) / (last - first) * (FLOOR - TOP)
-
-
-def label(words: str, x: float, y: float, anchor: str = "start") -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{words}</text>'
-
-
-def grid() -> str:
-    """Lines at every power of ten, and the diagonal of equal values."""
-    right = LEFT + FLOOR - TOP
-    parts = []
-    for power in range(DECADES[0], DECADES[1] + 1):
-        at = place(10.0**power)
-        across = f"M{LEFT},{FLOOR - at:g}H{right}M{LEFT + at:g},{FLOOR}V{TOP}"
-        parts.append(f'<path d="{across}" stroke="var(--line)"/>')
-        if power % 2:
-            words = f"{10.0**power:,g}"
-            parts.append(label(words, LEFT - 8, FLOOR - at + 4, "end"))
-            parts.append(label(words, LEFT + at, FLOOR + 18, "middle"))
-    parts.append(f'<path d="M{LEFT},{FLOOR}L{right},{TOP}" stroke="var(--faint)"/>')
-    parts.append(label("published peak, MiB", (LEFT + right) / 2, FLOOR + 38, "middle"))
-    return "".join(parts) + label("predicted, MiB", LEFT + 6, TOP + 14)
+LEFT, RIGHT = 70, 434
+TOP, FLOOR = 16, 380
+WIDTH, HEIGHT = 590, 426
 
 
 def picture(found: Sequence[Comparison]) -> str:
     """Predicted against published peaks, coloured by card, as SVG."""
-    colours = dict(zip(sorted({each.row.card for each in found}), COLOURS.values(), strict=False))
-    points = []
+    peaks = [peak for each in found for peak in (each.row.published_mib, each.predicted_mib)]
+    x = Scale.around(peaks, LEFT, RIGHT, base=10)
+    y = Scale.around(peaks, FLOOR, TOP, base=10)
+    colours = dict(zip(sorted({each.row.card for each in found}), svg.COLOURS, strict=False))
+    parts = [
+        svg.rows(y, LEFT, RIGHT),
+        svg.columns(x, FLOOR, TOP),
+        svg.line([(LEFT, FLOOR), (RIGHT, TOP)], "equal", stroke="var(--faint)"),
+        svg.text("published peak, MiB", (LEFT + RIGHT) / 2, FLOOR + 38, "middle"),
+        svg.text("predicted, MiB", LEFT + 6, TOP + 14, ""),
+        svg.key(colours, RIGHT + 16, TOP + 20, 0, 22),
+    ]
     for each in found:
-        x = LEFT + place(each.row.published_mib)
-        y = FLOOR - place(each.predicted_mib)
-        fill = f'fill="{colours[each.row.card]}" opacity="0.7"'
-        words = title(each.text)
-        points.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {fill}>{words}</circle>')
-    for index, (card, colour) in enumerate(colours.items()):
-        y = TOP + 20 + 22 * index
-        points.append(f'<circle cx="{FLOOR + LEFT + 20}" cy="{y - 4}" r="5" fill="{colour}"/>')
-        points.append(label(card, FLOOR + LEFT + 32, y))
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"
-aria-label="Predicted against published peaks of {len(found)} steps on GPUs">
-<style>{PALETTE}{WORDS}</style>
-<rect width="{WIDTH}" height="{HEIGHT}" fill="var(--paper)"/>{grid()}{"".join(points)}</svg>"""
+        across = x(each.row.published_mib)
+        height = y(each.predicted_mib)
+        fill = colours[each.row.card]
+        parts.append(svg.dot(across, height, each.text, r=4, fill=fill, opacity=0.7))
+    label = f"Predicted against published peaks of {len(found)} steps on GPUs"
+    return svg.picture(WIDTH, HEIGHT, label, parts)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,13 +13,23 @@ for means of keys; text is kinder. For each selector and number of blocks of 64 
     recall   attention's mass in the blocks that are read, of the mass in the best choice of as
              many, a mean over rows, layers, KV groups and the last queries
 
-With --times, what choosing costs instead (selector_times.py).
+    python -m benchmarks.selectors --times 16384 65536
+        what choosing costs instead: process CPU time of the selectors next to SDPA, in one run
+
+bf16, one thread, 4 query heads of 128 on one KV head, random queries and keys, so that neighbouring
+queries choose different blocks:
+
+    forward and backward  of choice and attention, with the loss of an indexer: how many times as
+                          fast as SDPA
+    the choice alone      its share of SDPA's forward and backward
+    one decoded token     how many times as fast as SDPA or two products, whichever is faster
 """
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +39,7 @@ from torch import Tensor
 
 from base import durable
 from base.flags import Parser
-from benchmarks.selector_times import time_table
+from benchmarks import attention
 from data import recall as recall_data
 from longhaul.checkpoint.load import load_model, newest, verified
 from longhaul.evals.intervals import wilson_of_items
@@ -37,9 +47,11 @@ from longhaul.evals.retrieval import right_answers
 from longhaul.evals.score import Scores, answers
 from longhaul.evals.tasks import Sizes, TaskItem, TaskItems, Vocabulary
 from longhaul.kinds import KINDS
+from longhaul.sparse import block_sparse_attention
 from longhaul.sparse.choose import choose_blocks
 from longhaul.sparse.engine import in_blocks
 from longhaul.sparse.index_loss import block_masses
+from longhaul.sparse.layer import BlockConfig
 from longhaul.sparse.nsa.branches import Buffers
 from model import IGNORE, Attention, Decoder
 
@@ -82,6 +94,8 @@ TRAINED = {
 TIMED = ["exact", "bounds, pages of 4", "bounds, pages of 16", "pooled", "mean"]
 TIMED += ["indexed, 128 wide", "indexed, 64 wide"]
 ROWS = SELECTORS | TRAINED
+TURNS = 2  # of each side that is timed; one beyond ONCE tokens
+ONCE = 16_384
 
 TASK = "multikey-all"
 QUERIES = 256  # of a row, the last ones, whose mass is looked at
@@ -100,9 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if given.times:
-        timed = {name: settings(name, given.blocks[0]) for name in TIMED}
-        for line in time_table(given.times, timed):
-            print(line, flush=True)
+        print_times(given.times, [settings(name, given.blocks[0]) for name in TIMED])
         return 0
     if given.proof is None:
         parser.error("give the folder of scripts/long_context_proof.sh, or --times TOKENS")
@@ -116,7 +128,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for run in seeds:
             measure(run, part, given)
     print(result_table(given.output, given.lengths, given.blocks))
-    print(depth_table(given.output, given.lengths[-1], given.blocks[0]))
     return 0
 
 
@@ -304,21 +315,7 @@ def cell(folder: Path, name: str, length: int, count: int) -> str:
     if not seeds:
         return "-"
     recall = np.mean([figures["recall"] for figures, _ in seeds.values()])
-    return f"{found(list(seeds.values()))}, recall {recall:.2f}"
-
-
-def depth_table(folder: Path, length: int, count: int) -> str:
-    """Found by the quarter of the row that the answer stands in, and by seed."""
-    lines = [f"\n| {length:,}: {count} blocks | " + " | ".join(f"quarter {i}" for i in range(1, 5))]
-    lines[0] += " | seed by seed |"
-    lines.append("|---" * 6 + "|")
-    for name in ROWS:
-        seeds = figures_of(folder, name, length, count)
-        if seeds:
-            quarters = [found(list(seeds.values()), quarter) for quarter in range(4)]
-            own = ", ".join(found([one]).split(" ")[0] for one in seeds.values())
-            lines.append(f"| {name} | {' | '.join(quarters)} | {own} |")
-    return "\n".join(lines)
+    return f"{found([*seeds.values()])}, recall {recall:.2f}"
 
 
 def figures_of(folder: Path, name: str, length: int, count: int) -> dict[str, tuple[dict, dict]]:
@@ -331,24 +328,95 @@ def figures_of(folder: Path, name: str, length: int, count: int) -> dict[str, tu
     return seeds
 
 
-def found(pairs: Sequence[tuple[dict, dict]], quarter: int | None = None) -> str:
+def found(pairs: Sequence[tuple[dict, dict]]) -> str:
     """Of the answers that standard attention gives right, the share that is right, its 95% interval
-    and their number; of those in a quarter of the row, if it is given.
+    and their number.
     """
     hits, asked = [], []
     for figures, dense in pairs:
         for row, dense_row in zip(figures["answers"], dense["answers"], strict=True):
-            known = [
-                right
-                for (depth, right), (_, dense_right) in zip(row, dense_row, strict=True)
-                if dense_right and quarter in (None, int(4 * depth))
-            ]
+            both = zip(row, dense_row, strict=True)
+            known = [right for (_, right), (_, dense_right) in both if dense_right]
             hits.append(sum(known))
             asked.append(len(known))
     if not any(asked):
         return "-"
     low, high = wilson_of_items(hits, asked)
     return f"{sum(hits) / sum(asked):.2f} ({low:.2f} to {high:.2f}; {sum(asked)})"
+
+
+# ---- what choosing costs
+
+
+def print_times(lengths: Sequence[int], selectors: Sequence[BlockConfig]) -> None:
+    """The lines of each length, as they are measured."""
+    print(f"| tokens | what | SDPA | NSA | {' | '.join(TIMED)} |")
+    print("|---" * (len(TIMED) + 4) + "|")
+    for length in lengths:
+        for line in timed_rows(length, selectors):
+            print(line, flush=True)
+
+
+def timed_rows(length: int, selectors: Sequence[BlockConfig]) -> list[str]:
+    """The lines of a length."""
+    tensors = attention.inputs(length, torch.bfloat16)
+    index_keys = attention.indexer_inputs(length, torch.bfloat16)
+    calls = [calls_of(sizes, tensors, index_keys) for sizes in selectors]
+    train, choose, decode = map(list, zip(*calls, strict=True))
+    whole = [partial(attention.train, f, tensors) for f in (attention.sdpa, attention.nsa)]
+    turns = TURNS if length <= ONCE else 1
+    dense, *others = attention.best_of_turns(whole + train, turns)
+    ratios = [f"{dense / one:.1f}x" for one in others]
+    chosen = attention.best_of_turns(choose, turns)
+    shares = ["", *(f"{one / dense:.3f}" for one in chosen)]
+
+    sdpa, nsa, _ = attention.decode_row(length, "bf16")
+    tokens = attention.best_of_turns(decode, 40)
+    decoded = [f"{sdpa / one:.2f}x" for one in (nsa, *tokens)]
+    return [
+        f"| {length:,} | forward and backward | {dense:.1f} s | {' | '.join(ratios)} |",
+        f"| | the choice alone, of SDPA's time | | {' | '.join(shares)} |",
+        f"| | one decoded token | {sdpa * 1e3:.2f} ms | {' | '.join(decoded)} |",
+    ]
+
+
+def calls_of(
+    sizes: BlockConfig,
+    tensors: Sequence[Tensor],
+    index_keys: Sequence[Tensor],
+) -> tuple[Callable, Callable, Callable]:
+    """Training with a selector, its choice, and a decoded token, which has the summary of the keys
+    at hand.
+    """
+    q, k, v, *_ = tensors
+    compared, read = [q, k], selected
+    if KINDS[sizes.name].learner:
+        compared = [x[..., : sizes.head_dim].detach().requires_grad_() for x in index_keys]
+        read = attention.indexed
+    inputs = [q, k, v, *compared]
+    summary = None
+    if sizes.span()[0]:
+        with torch.no_grad():
+            summary = sizes.summarise(k)
+    return (
+        partial(attention.train, partial(read, sizes=sizes), inputs),
+        partial(choose_blocks, sizes, *compared),
+        partial(decode, sizes, inputs, summary),
+    )
+
+
+@torch.no_grad()
+def decode(sizes: BlockConfig, inputs: Sequence[Tensor], summary: Tensor | None) -> Tensor:
+    """The last query's attention."""
+    q, k, v, *compared = inputs
+    chosen = choose_blocks(sizes, compared[0][:, -1:], compared[1], summary)
+    return block_sparse_attention(q[:, -1:], k, v, chosen, sizes.block)[0]
+
+
+def selected(tensors: Sequence[Tensor], sizes: BlockConfig) -> Tensor:
+    """Choice and attention."""
+    q, k, v, *_ = tensors
+    return block_sparse_attention(q, k, v, choose_blocks(sizes, q, k), sizes.block)[0]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
 """The embedded corpus, without a download: the sources of Python, torch and numpy as installed.
 
-About 88 MB of .py files, 26M tokens at a vocabulary of 8,192. Each file of torch and numpy must
-have the SHA-256 of its package's RECORD. The standard library has no RECORD, so the hash of what
-was read goes into the manifest. torch is located through its metadata and never imported.
+About 88 MB of .py files, 26M tokens at a vocabulary of 8,192. The hash of what was read goes into
+the manifest. torch is located through its metadata and never imported.
 """
 
-import base64
 import csv
 import hashlib
 import importlib.metadata
@@ -31,13 +29,12 @@ SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 
 
 class SourceFile(NamedTuple):
-    """A file of the corpus; sha256 (base64, as in RECORD) is None for the standard library."""
+    """A file of the corpus."""
 
     package: str
     name: str
     path: Path
     size: int
-    sha256: str | None
 
     @property
     def directory(self) -> str:
@@ -61,8 +58,6 @@ def prepare_embedded(
     documents: "directory" joins the files of a directory into one document (about 40 of these have
     at least 131,072 tokens: real long context), "file" keeps the files apart.
     max_bytes: take a sample of whole directories of about this size.
-
-    Raises IntegrityError if an installed file is not what its package's RECORD says.
     """
     cache = default_cache() if cache_dir is None else Path(cache_dir)
     files = embedded_files(max_bytes, report)
@@ -124,7 +119,7 @@ def _key(files: list[SourceFile], settings: tuple) -> str:
         settings,
         sentencepiece.__version__,
         platform.python_version(),
-        [(file.name, file.size, file.sha256) for file in files],
+        [(file.name, file.size) for file in files],
     ]
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
 
@@ -144,7 +139,7 @@ def read_corpus(
     records: dict[str, dict] = {}
     skipped: list[str] = []
     for file in files:
-        content = read_verified(file)
+        content = file.path.read_bytes()
         text = decode(content, file.name, skipped.append)
         if text is None:
             continue
@@ -164,18 +159,6 @@ def read_corpus(
         )
     sources = [record | {"sha256": record["sha256"].hexdigest()} for record in records.values()]
     return documents, sources
-
-
-def read_verified(file: SourceFile) -> bytes:
-    """The bytes of a file. Raises IntegrityError if RECORD has another hash."""
-    content = file.path.read_bytes() if file.path.is_file() else b"missing"
-    found = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-    if file.sha256 not in (None, found):
-        raise IntegrityError(
-            f"{file.path} is not the file that {file.package} was installed with (its SHA-256 "
-            f"differs from RECORD): reinstall {file.package}, or prepare your own text with --input"
-        )
-    return content
 
 
 def _version(package: str) -> str:
@@ -206,7 +189,7 @@ def _standard_library() -> Iterator[SourceFile]:
             if name.endswith(".py"):
                 path = Path(folder, name)
                 full_name = PurePosixPath("stdlib", path.relative_to(root).as_posix())
-                yield SourceFile("stdlib", str(full_name), path, path.stat().st_size, None)
+                yield SourceFile("stdlib", str(full_name), path, path.stat().st_size)
 
 
 def _installed(package: str, report: Report) -> list[SourceFile]:
@@ -219,16 +202,14 @@ def _installed(package: str, report: Report) -> list[SourceFile]:
 
     # not importlib.metadata.files, which asks for each of torch's 14,000 files whether it is there
     files = []
-    for name, digest, size in csv.reader(record.splitlines()):
-        if name.endswith(".py") and not name.startswith("..") and digest.startswith("sha256="):
+    for name, _, size in csv.reader(record.splitlines()):
+        if name.endswith(".py") and not name.startswith(".."):
             path = Path(installed.locate_file(name))
-            sha256 = digest.removeprefix("sha256=")
-            files.append(SourceFile(package, name, path, int(size), sha256))
+            files.append(SourceFile(package, name, path, int(size)))
 
     if not files:
         report(
-            f"embedded corpus: {package} is not installed with a RECORD to check its files "
-            "against, and left out"
+            f"embedded corpus: {package} is not installed with a RECORD of its files, and left out"
         )
     return sorted(files, key=lambda file: (file.directory, file.name))
 

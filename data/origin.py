@@ -53,8 +53,8 @@ def keep(folder: Path, run: Path) -> None:
 
 
 def kept(run: Path) -> Path:
-    """The folder with the files that a run keeps; the run's own if an earlier version wrote it."""
-    return run / KEPT if (run / KEPT).is_dir() else run
+    """The folder with the files that a run keeps, if it has come from a folder."""
+    return run / KEPT
 
 
 def rewritten(path: Path, content: dict) -> bytes:

@@ -28,8 +28,8 @@ def records(file: Path, fields: Sequence[TextField]) -> Iterator[dict | FieldErr
         # no `pre_buffer`: it would read whole row groups
         table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=BUFFER)
         names = table.schema_arrow.names
-        columns = [column for field in fields for column in field.columns(names)]
-        for batch in table.iter_batches(ROWS, columns=sorted(set(columns)), use_threads=False):
+        columns = {field.column(names) for field in fields}
+        for batch in table.iter_batches(ROWS, columns=sorted(columns), use_threads=False):
             for row in range(batch.num_rows):
                 yield _record(batch.slice(row, 1))
     except (pyarrow.ArrowException, OSError) as error:

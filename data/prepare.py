@@ -168,8 +168,7 @@ def new_parser() -> flags.RaisingParser:
         "--text_field",
         metavar="FIELD",
         help="which text of a JSONL line or parquet row is the document: a field or column "
-        "(default text), a dotted path such as meta.body, or a template such as "
-        "'{title}\\n\\n{text}'",
+        "(default text), or a dotted path such as meta.body",
     )
     add(
         "--answer_field",

@@ -9,12 +9,12 @@ import copy
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, Sampler, Subset, WeightedRandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from footprint.operators import is_fake
 from footprint.patches import Patches
 from footprint.places import StepTracker
 from footprint.values import KnownValues
@@ -61,7 +61,7 @@ def _with_values(holder: DataLoader | Sampler | Subset, known: KnownValues):
     for name, held in vars(holder).items():
         if isinstance(held, Sampler | Subset):
             vars(alone)[name] = _with_values(held, known)
-        elif isinstance(held, FakeTensor):
+        elif is_fake(held):
             value = known.of(held)
             if value is None and isinstance(holder, WeightedRandomSampler):
                 value = torch.ones(held.shape, dtype=held.dtype)
@@ -80,7 +80,7 @@ class Imagining(TorchFunctionMode):
         if func is not Tensor.__deepcopy__:
             return func(*args, **(kwargs or {}))
         tensor, _ = args
-        is_made = isinstance(tensor, FakeTensor)  # of a dataset that `build` has made
+        is_made = is_fake(tensor)  # of a dataset that `build` has made
         if not is_made or self.tracker.is_on_host(tensor):
             return torch.empty_like(tensor)
         self.tracker.locate()

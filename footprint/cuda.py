@@ -44,7 +44,6 @@ ANYWHERE = {
 BY_VALUES = "backward formulas that depend on values, such as whether an element is zero"
 ON_A_CPU = {
     r"\.(cum)?prod\.|\.sgn\.|\.(max|min)\.default|median\.default": BY_VALUES,
-    "mkldnn_rnn": "what oneDNN keeps for the backward of an LSTM, and its scratch memory",
     r"\.(atan2|xlogy)\.|\.pow\.Tensor_Tensor|\.clamp\.Tensor": "backward formulas of two tensors",
     "searchsorted": "copies of what searchsorted is given",
     r"attention_for_cpu\S* (b?float16)": "keys and values that attention packs for the processor",
@@ -53,6 +52,8 @@ ON_A_CPU = {
 CUDNN = "attention by cuDNN, which PyTorch prefers on some GPUs (9.0, 10.0)"
 AUTOCAST = "operators that autocast runs in another precision on CUDA than on a CPU"
 RECURRENT = "recurrent layers, which cuDNN runs in one kernel: taken as a CPU runs them"
+# what the first line of a report says of what is left out, if it may be a large part of the step
+IN_HEADING = {RECURRENT: "recurrent layers not as cuDNN runs them"}
 RANKS = "parameters that FSDP2 gathers ahead, and buckets that NCCL holds, on streams of their own"
 
 

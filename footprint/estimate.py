@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from footprint.losses import returned_loss
 from footprint.prediction import predict
 from footprint.report import Report
 
@@ -25,15 +26,23 @@ def estimate_memory(
     inputs: a tensor, a tuple of arguments, or a dictionary of named ones. optimizer: an optimizer
     of the model's parameters, of whose class another is made with its options, or anything that
     makes one of parameters; without one nothing is updated. loss: of the
-    model's output; else its `loss`, or the mean of its first tensor. If nothing is trained, the
-    forward alone. Model and inputs stay as they are.
+    model's output; else what is named "loss" in it, or its only scalar, or a mean, which `assumed`
+    names. If nothing is trained, the forward alone. Model and inputs stay as they are.
     """
+    assumed: list[str] = []
+
+    def usual_loss(output: object) -> Tensor:
+        value, words = returned_loss(output)
+        assumed[:] = [words] if words else []
+        return value
 
     def step(state: tuple[nn.Module, Optimizer | None]) -> None:
         output = _call(model, tree_map(_imagined, inputs))
-        value = (loss or _usual_loss)(output)
-        if value.requires_grad:
-            value.backward()
+        is_trained = any(parameter.requires_grad for parameter in model.parameters())
+        if loss or is_trained:
+            value = (loss or usual_loss)(output)
+            if value.requires_grad:
+                value.backward()
         if state[1]:
             state[1].step()
         model.zero_grad()
@@ -49,7 +58,9 @@ def estimate_memory(
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             return model, optimizer(trained) if optimizer else None
 
-        return predict(build, step, target)
+        report = predict(build, step, target)
+    report.assumed += assumed
+    return report
 
 
 def _call(model: nn.Module, inputs: object) -> object:
@@ -70,13 +81,6 @@ def _same_kind(optimizer: Optimizer, replaced: Mapping[Tensor, Tensor]) -> Optim
         for group in optimizer.param_groups
     ]
     return type(optimizer)(groups)
-
-
-def _usual_loss(output: object) -> Tensor:
-    found = getattr(output, "loss", None)
-    if found is None:
-        found = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-    return found.mean() if found.dim() else found
 
 
 def _imagined(value: object) -> object:

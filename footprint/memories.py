@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from footprint.operators import is_fake
 from footprint.tracker import Tracker
 
 HOST = "host"
@@ -33,7 +33,7 @@ class Memories:
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Also a tensor that no operator of the step has made."""
-        if not isinstance(tensor, FakeTensor):
+        if not is_fake(tensor):
             return True
         tracker = self.tracker
         return tracker.is_on_host(tensor) or tracker.identity(tensor) in self.undecided

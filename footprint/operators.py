@@ -2,23 +2,30 @@
 imitation differs from the kernel.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    disable_fake_tensor_cache,
-)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 
+from footprint import recurrent
 from footprint.copies import HALF, LEFT_OVER, RESIZED, left_over, resized
 
 aten = torch.ops.aten
 GIVEN_STORAGES = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
+
+
+def is_fake(value: object) -> bool:
+    """Whether it is a fake tensor. Since torch 2.14 those that are made in C++ are not instances of
+    FakeTensor.
+    """
+    known = getattr(fake_tensor, "is_fake_tensor", None)
+    return known(value) if known else isinstance(value, fake_tensor.FakeTensor)
 
 
 class FakeTensors(FakeTensorMode):
@@ -46,6 +53,19 @@ class FakeTensors(FakeTensorMode):
         return self
 
 
+@contextlib.contextmanager
+def fake_zeros() -> Iterator[None]:
+    """Views of the zeros that forward derivatives begin with are fake inside the `with` block, too.
+
+    PyTorch's own kernels of the two operators, which others do without, come before its modes: they
+    would return a view on meta.
+    """
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name in ("view", "as_strided"):
+            library.impl(name, torch.library.fallthrough_kernel, "ZeroTensor")
+        yield
+
+
 # ---- operators
 
 
@@ -53,7 +73,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear, which adds the bias of a row that is not contiguous in place, but for tensors that
     have a mode into a third one (aten/native/Linear.cpp).
     """
-    is_plain = isinstance(x, FakeTensor) and bias is not None  # not a DTensor, say
+    is_plain = is_fake(x) and bias is not None  # not a DTensor, say
     if not is_plain or x.dim() == 2 or x.is_contiguous():
         return F.linear(x, weight, bias)
     product = torch.matmul(x, weight.t())
@@ -200,6 +220,8 @@ CORRECTED: dict[object, Callable] = {
     aten.native_group_norm_backward.default: functools.partial(
         norm_backward, aten.native_group_norm_backward.default
     ),
+    recurrent.FORWARD: recurrent.layer,
+    recurrent.BACKWARD: recurrent.layer_backward,
     **dict.fromkeys(ACTIVATIONS, activation_backward),
     **dict.fromkeys(CONTIGUOUS_GRADIENTS, contiguous_backward),
 }

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch._functorch import eager_transforms
 from torch.amp import GradScaler
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
@@ -25,7 +26,8 @@ LOCAL = ("localhost", "127.", "::1", "0.0.0.0")
 
 def all_patches(tracker: StepTracker) -> Patches:
     """All of them that a prediction for the tracker's target needs."""
-    found = no_network() | refusing_compiled() | saving_nothing() | inference_mode()
+    found = no_network() | refusing_compiled() | refusing_linearized()
+    found |= saving_nothing() | inference_mode()
     if tracker.target == "cuda":
         return found | gpu_scalers() | offloading(tracker)
     return found | random_states(tracker) | arrays(tracker)
@@ -140,6 +142,18 @@ def refusing_compiled() -> Patches:
         )
 
     return {(eval_frame, "_callback_from_stance"): refused}
+
+
+def refusing_linearized() -> Patches:
+    """torch.func.linearize, which traces a graph of constants: fake ones are held otherwise."""
+
+    def refused(*_):
+        raise Refused(
+            f"{place()}: torch.func.linearize is not predicted: take torch.func.jvp, which "
+            "computes the function again for every derivative"
+        )
+
+    return {(eager_transforms, "lazy_dynamo_disallow"): refused}
 
 
 class Connects(BaseException):

@@ -9,22 +9,25 @@ from html import escape
 from pathlib import Path
 
 from footprint.allocator import Replay, of_step, replays_of
-from footprint.html import STYLE as BASE
 from footprint.picture import picture
 from footprint.trace import Trace
 
-STYLE = (
-    BASE
-    + """
+STYLE = """
+body {
+  margin: 0 auto; padding: 1.2rem 1.5rem 3rem; max-width: 1240px;
+  background: var(--paper); color: var(--ink);
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
+}
+h1 { font-size: 1.45rem; margin: 0 0 .2rem; }
+svg { width: 100%; height: auto; display: block; }
+svg:focus-visible { outline: 3px solid #56b4e9; }
 .hover:hover, .hover.on { fill: var(--ink); fill-opacity: .16; }
+#details, pre { overflow-x: auto; font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; }
 #details {
-  display: block; white-space: pre-wrap; min-height: 11.5em; overflow-x: auto;
-  font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace;
+  display: block; white-space: pre-wrap; min-height: 11.5em;
   background: var(--band); border-radius: 6px; padding: .6rem .8rem;
 }
-pre { overflow-x: auto; font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; }
 """
-)
 SCRIPT = """
 (function () {
   var details = document.getElementById("details");

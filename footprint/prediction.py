@@ -27,7 +27,7 @@ from footprint.cuda import FastPathOfCuda, rules
 from footprint.device import Card, target_card
 from footprint.fast_path import FastPath
 from footprint.measure import peak_of_last
-from footprint.operators import WITHOUT_MODE, FakeTensors
+from footprint.operators import WITHOUT_MODE, FakeTensors, fake_zeros
 from footprint.outside import Connects, all_patches
 from footprint.owners import adopt, label, move_data
 from footprint.patches import patched, switched_on
@@ -63,9 +63,6 @@ REMEDIES = {
     "shape_env must not be None": NO_NESTED,
     "TensorLikePair": (
         "torch.jit.trace compares values, which no tensor has: predict the module itself"
-    ),
-    "Attempted to set the storage of a tensor": (
-        "forward derivatives (torch.func.jvp) are not predicted: take backward ones, by vjp"
     ),
     "FlexAttention does not support backward on CPU": (
         "FlexAttention is compiled on a GPU, which is not predicted: predict "
@@ -264,7 +261,8 @@ def _on_fake_tensors(
         # on a CPU without CUDA, it really is disabled
         warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA")
         warnings.filterwarnings("ignore", message="Accessing the data pointer")  # by deepcopy
-        with patched(patches), fake_tensors, with_device, switched_on(modes), tracker:
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        with patched(patches), fake_zeros(), fake_tensors, with_device, switched_on(modes), tracker:
             yield
 
 

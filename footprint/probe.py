@@ -89,7 +89,7 @@ def inside_bytes(func, args) -> int:
     """Most bytes that the operator holds beyond what it returns."""
     if func._overloadname == "out":  # into a tensor that it is given
         func = func.overloadpacket.default
-    with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
         real = tree_map(_real, tuple(args))
         func(*real)  # oneDNN prepares itself on the first call
         with uncollected():

@@ -104,7 +104,7 @@ class Report:
 
     def __str__(self) -> str:
         device = f"a GPU (CUDA, {self.card})" if self.demand else "a CPU"
-        rows = [f"{heading(device, self.world_size)}; live GiB"]
+        rows = [f"{heading(device, self.world_size, self.not_modelled)}; live GiB"]
         rows += stage_rows(self.stages, self.peak_stage)
         rows += ["", *tensor_rows(self.largest[:SHOWN]), ""]
         if self.demand:

@@ -1,15 +1,22 @@
 """A step's memory as rows of text for the screen. Sizes are bytes; GiB = 2^30 bytes."""
 
+from collections.abc import Sequence
+
 import torch
 
 from footprint.allocator import GIB
+from footprint.cuda import IN_HEADING
 from footprint.device import TOTALS, Demand, waterfall
 from footprint.timeline import Sizes, used_categories
 
 
-def heading(device: str, ranks: int) -> str:
-    """What a prediction is for. Another torch may take other kernels, and so other bytes."""
-    return f"predicted for {device} with torch {torch.__version__}, one of {ranks} rank(s)"
+def heading(device: str, ranks: int, left_out: Sequence[str] = ()) -> str:
+    """What a prediction is for, and which large parts of the step it leaves out. Another torch may
+    take other kernels, and so other bytes.
+    """
+    known = f"predicted for {device} with torch {torch.__version__}, one of {ranks} rank(s)"
+    large = [IN_HEADING[words] for words in left_out if words in IN_HEADING]
+    return ", ".join([known, *large])
 
 
 def waterfalls(demand: Demand) -> dict[str, dict[str, int]]:

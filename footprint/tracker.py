@@ -90,6 +90,18 @@ def taken_apart() -> contextlib.AbstractContextManager:
     return torch._C._ForceDispatchKeyGuard(included, excluded)
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor lies in a storage that takes memory. Forward derivatives that are zero do
+    not, nor do tensors on meta but for those that torch.load will put elsewhere.
+    """
+    if tensor.layout != torch.strided or tensor._is_zerotensor():
+        return False
+    if not tensor.is_meta:
+        return True
+    place = tensor.untyped_storage()._fake_device
+    return place is not None and str(place) != "meta"
+
+
 def is_flag(tensor: torch.Tensor) -> bool:
     return tensor.dtype == torch.bool and tensor.ndim == 0
 
@@ -235,7 +247,7 @@ class Tracker(TorchDispatchMode):
 
     def _record(self, func, args, outputs) -> None:
         for tensor in tree_iter(outputs):
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+            if isinstance(tensor, torch.Tensor) and has_memory(tensor):
                 self.register(tensor, func)
 
         extra = 0 if self.making_host_tensors else self.workspace(func, args, outputs)

@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.functional import one_hot
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from footprint.operators import is_fake
 from footprint.patches import Patches
 from footprint.refusal import HERE, TORCH, Refused, lines, place
 from footprint.unknown import USUAL, Reads, Unknown, branches, is_formatting, usual
@@ -134,7 +135,7 @@ class KnownValues:
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The tensor with its values; None if they are not known."""
-        if not isinstance(tensor, FakeTensor):
+        if not is_fake(tensor):
             return tensor
         fake = tensor.untyped_storage()
         storage, _ = getattr(fake, TWIN, NO_TWIN)
@@ -196,7 +197,7 @@ class KnownValues:
         held = getattr(tensor, CONSTANT, None)
         memo[id(held)] = held
         fake = Tensor.__deepcopy__(tensor, memo)
-        if isinstance(fake, FakeTensor):
+        if is_fake(fake):
             setattr(fake, CONSTANT, None)
         return fake
 
@@ -243,7 +244,9 @@ class KnownValues:
 
 def _is_like(fake: Tensor, real: Tensor) -> bool:
     """Whether a real tensor lies in its storage as the fake one does."""
-    if not isinstance(fake, FakeTensor) or fake.dtype != real.dtype:
+    if not is_fake(fake) or fake.dtype != real.dtype:
+        return False
+    if real.untyped_storage().device.type != "cpu":  # zeros of a forward derivative have no memory
         return False
     layouts = ((one.stride(), one.storage_offset()) for one in (fake, real))
     sizes = (one.untyped_storage().nbytes() for one in (fake, real))
@@ -314,7 +317,7 @@ class Reading(TorchFunctionMode):
     def _run(self, func, args, kwargs):
         if func in READS or func is Tensor.__format__:
             args = (_whole(args[0]), *args[1:])
-            if isinstance(args[0], FakeTensor):
+            if is_fake(args[0]):
                 return self.value(func, *args) if func in READS else self.text(*args)
         # PyTorch itself asks for addresses to compare them
         if func is Tensor.data_ptr and not _calling_file().startswith(TORCH):
@@ -338,7 +341,7 @@ class Reading(TorchFunctionMode):
         result = self.rules.get(func, func)(*args, **kwargs)
         if func in ARE_FINITE or func in ARE_NOT_FINITE:
             tested = getattr(result, "_local_tensor", result)
-            if isinstance(tested, FakeTensor):
+            if is_fake(tested):
                 self.known.suppose_all(tested, func in ARE_FINITE)
         return result
 
@@ -402,7 +405,7 @@ class Reading(TorchFunctionMode):
         return ones.scatter_(-1, tensor.unsqueeze(-1), 1)
 
     def _size(self, given):
-        return self.argument(given) if isinstance(given, FakeTensor) else given
+        return self.argument(given) if is_fake(given) else given
 
     def argument(self, tensor: Tensor):
         """The value that PyTorch itself reads of a tensor, which it was given for a number.
@@ -438,7 +441,7 @@ class Reading(TorchFunctionMode):
 class _TellsTorchOnly(type):
     def __instancecheck__(cls, value: object) -> bool:
         asks = sys._getframe(1).f_code.co_filename
-        return isinstance(value, FakeTensor) and asks.startswith(TORCH)
+        return is_fake(value) and asks.startswith(TORCH)
 
 
 class Undisclosed(metaclass=_TellsTorchOnly):

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from footprint.copies import copied_bytes
 from footprint.probe import inside_bytes, is_probed, is_small
+from footprint.recurrent import OF_STEPS, layer_bytes
 
 
 class KernelWorkspaces:
@@ -39,18 +40,26 @@ class ProbedWorkspaces(KernelWorkspaces):
 
     def __init__(self, target: str):
         super().__init__(target)
-        self.probed: dict[tuple[str, str], int] = {}  # (operator, shapes) -> bytes
+        # (operator, shapes, whether autograd is on) -> bytes
+        self.probed: dict[tuple[str, str, bool], int] = {}
         self.not_probed: set[str] = set()  # operators whose inputs were too large to run them
 
     def __call__(self, func, args, outputs) -> int:
+        if func in OF_STEPS:
+            return self._probe(layer_bytes, func, args)
         if not is_probed(func, args):
             return super().__call__(func, args, outputs)
         if not is_small(func, args):
             self.not_probed.add(str(func))
             return 0
-        key = str(func), str(tree_map(signature, tuple(args)))
+        return self._probe(inside_bytes, func, args)
+
+    def _probe(self, probe: Callable[..., int], func, args) -> int:
+        """The bytes that a probe finds, of operators and shapes once."""
+        shapes = str(tree_map(signature, tuple(args)))
+        key = str(func), shapes, torch.is_grad_enabled()
         if key not in self.probed:
-            self.probed[key] = inside_bytes(func, args)
+            self.probed[key] = probe(func, args)
         return self.probed[key]
 
     def not_modelled(self) -> list[str]:

@@ -233,7 +233,7 @@ def _table(path: str) -> dict:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     # A TOMLDecodeError is a ValueError, and so is a number of too many digits.
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{error}: give a TOML file, as docs/SETTINGS.md shows one") from None
+        raise ValueError(f"{error}: give a TOML file with lines such as max_steps = 10") from None
 
 
 def _flat(table: dict) -> Iterator[tuple[str, Any]]:

@@ -339,7 +339,10 @@ class TrainConfig:
     eval_rows: int = run_flag(
         8, "validation rows of each corpus that are measured, over all ranks", at_least=1
     )
-    config: str = run_flag("", "TOML file with these settings; flags win over the file")
+    config: str = run_flag(
+        "",
+        "TOML file with these settings, also below headings such as [memory]; flags win over it",
+    )
     fit: str = run_flag(
         "refuse",
         "if a run does not fit: refuse it, or turn on memory levers, which keep model, context and "

@@ -29,12 +29,10 @@ class Kind:
     settings: str = ""
     # The kind that the planner proposes if this one does not fit.
     cheaper: str = ""
-    # Whether a cache can take a prompt in several forwards, and be rewound.
+    # Whether a cache can take a prompt in several forwards.
     prompt_in_parts: bool = True
     # Whether a Hugging Face Qwen3 folder can hold it.
     is_qwen3: bool = False
-    # Settings that older records do not name, as they were.
-    unrecorded: dict[str, object] = {}
     # Submodules that Qwen3's weights do not have.
     starts_fresh: tuple[str, ...] = ()
     # Modes of context parallelism that cannot serve it, with the reason.
@@ -203,7 +201,6 @@ class IndexedKind(SelectedKind):
     config = indexer.Indexed
     is_qwen3 = False
     starts_fresh = ("indexer",)
-    unrecorded = {"partial_rotary_factor": 1.0}
     learner = indexer.LEARNER
     refused_exchanges = {
         "ulysses": "whose groups share one index key",
@@ -283,19 +280,11 @@ def unfit_exchanges(attention: str) -> dict[str, str]:
 # ---- how configurations are recorded: with the settings of their kind
 
 
-# Qwen3's values of these are not recorded: earlier versions had no others.
-FAMILY_FIELDS = ("qk_norm", "qkv_bias", "rope_context")
-
-
 def recorded(config: ModelConfig) -> dict:
     """The configuration as checkpoints and runs record it, in plain values."""
     fields = asdict(config)
     del fields["attention"]
     fields["attention_type"] = config.attention.name
-    for name in FAMILY_FIELDS:
-        if fields[name] == getattr(ModelConfig, name):
-            del fields[name]
-
     kind = attention_kind(config)
     if dataclasses.fields(kind.config):
         fields[kind.settings or config.attention.name] = asdict(config.attention)

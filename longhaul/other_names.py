@@ -1,5 +1,5 @@
-"""What other trainers call our flags, or we did before, so that a flag given by such a name is
-answered with ours, or with why there is none.
+"""What other trainers call our flags, so that a flag given by such a name is answered with ours,
+or with why there is none.
 
 From nanochat's scripts/base_train.py, transformers' TrainingArguments and run_clm.py, torchtitan's
 job configuration and litgpt's pretrain. A name with a dot is looked up whole and then by its last
@@ -48,7 +48,7 @@ ELSEWHERE = {
     "device": "device_type",
     # the run
     "output_dir": "out out_dir save_dir dump_folder model_tag",
-    "save_every": "save_steps save_interval checkpoint.interval save_minutes",
+    "save_every": "save_steps save_interval checkpoint.interval",
     "keep_last": "save_total_limit keep_latest_k",
     "resume": "resume_from resume_from_step resume_from_checkpoint load_step",
     "async_save": "async_mode",
@@ -58,8 +58,6 @@ ELSEWHERE = {
     "config": "config_file",
     "plan": "dry_run gpu gpu_memory_gib vram",
     "rope_scaling": "rope_factor rope_original_context",
-    "blocks": "nsa",
-    "evals": "eval_lengths",
     "master_weights": "offload_optimizer",
 }
 OUR_NAMES = {name: ours for ours, names in ELSEWHERE.items() for name in names.split()}
@@ -67,7 +65,6 @@ OUR_NAMES = {name: ours for ours, names in ELSEWHERE.items() for name in names.s
 REASONS = {
     "every step is logged": "log_every logging_steps log_interval log_freq",
     "rows need no worker processes": "num_workers dataloader_num_workers",
-    "replicas are no longer compared during a run": "audit_every check_replicas_every",
 }
 WITHOUT_FLAG = {name: reason for reason, names in REASONS.items() for name in names.split()}
 

@@ -36,7 +36,6 @@ from longhaul.checkpoint.format import Checkpoint
 from longhaul.cli import flag, known_words
 from longhaul.config import EVALS, SHORTEST_EVAL, TrainConfig
 from longhaul.dist import World, named_device
-from longhaul.evals import heatmap
 from longhaul.evals.compare import Comparison
 from longhaul.evals.measures import Asked, Measures, Report
 from longhaul.evals.position import Losses
@@ -86,7 +85,7 @@ class EvaluateConfig(SourceConfig):
     )
     output: str = flag(
         "",
-        "write eval.json, all figures and those by document, and heatmap.png, retrieval by depth "
+        "write eval.json, all figures and those by document, and heatmap.svg, retrieval by depth "
         "and length, into this folder",
     )
 
@@ -508,9 +507,9 @@ def write(folder: Path, figures: dict[str, Any], report: Report):
     """Write the figures and the picture, and say so."""
     written = [folder / "eval.json"]
     durable.write_json(written[0], figures)
-    if report.heatmap is not None:
-        written.append(folder / "heatmap.png")
-        durable.write_bytes(written[1], heatmap.png(report.heatmap))
+    if report.retrieved:
+        written.append(folder / "heatmap.svg")
+        durable.write_bytes(written[1], report.retrieved.picture().encode())
     print_folded(f"{'written':<{INDENT}}{', '.join(map(str, written))}")
 
 

@@ -1,28 +1,26 @@
-"""Tasks of lm-evaluation-harness: `python -m scripts.lm_eval --checkpoint DIR --tasks a,b`.
+"""lm-evaluation-harness on a model of sparse attention:
+`python -m scripts.lm_eval --checkpoint DIR --tasks a,b`.
 
-It needs the optional extra lm_eval. The numbers are those of the harness with `--model hf` on the
-exported folder; docs/EVALUATION.md says where the two differ. Many tasks download their data from
-the Hugging Face Hub; a task defined in a YAML file of --include_path may read a local file.
+It needs the optional extra lm_eval. A dense model needs only the harness: export it, and run
+`lm_eval --model hf` on the folder. The numbers are computed alike; docs/EVALUATION.md says where
+the two differ. Many tasks download their data from the Hugging Face Hub; a task defined in a YAML
+file of --include_path may read a local file.
 """
 
-import difflib
 import importlib.util
 import json
-import logging
 import os
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
-
-import torch
 
 from data.load_tokenizer import AnyTokenizer
 from longhaul import cli
 from longhaul.cli import flag
 from longhaul.dist import named_device
 from longhaul.generate import cast_matrices
+from model import Standard
 from scripts.source import Source, SourceConfig, tokenizer_of
 
 INSTALL = "pip install -e '.[lm_eval]', or pip install lm_eval"
@@ -75,29 +73,28 @@ class LmEvalConfig(SourceConfig):
 
 def main(args: list[str] | None = None):
     """Evaluate and print the harness's table; bad input ends with one line and exit code 2."""
-    cli.run(LmEvalConfig, evaluate, args, "scripts.lm_eval", __doc__.splitlines()[0])
+    cli.run(LmEvalConfig, evaluate, args, "scripts.lm_eval", __doc__.split("\n\n")[0])
 
 
 def evaluate(given: LmEvalConfig):
     """Load tasks and model, run the tasks, print and write the results."""
     if given.offline:
-        go_offline()
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # read when imported
     require_extra()
-    device = named_device(given.device)
     source = Source.open(given.checkpoint)
+    refuse_dense(source, given.tasks)
     tokenizer = tokenizer_of(source, given.tokenizer)
+    results = run(given, source, tokenizer)
 
-    tasks, manager = load_tasks(given.tasks.split(","), given.include_path)
-    results = run(given, source, tokenizer, device, tasks, manager)
-    show(results)
+    from lm_eval.utils import handle_non_serializable, make_table
+
+    print(make_table(results))
+    if results.get("groups"):
+        print(make_table(results, "groups"))
     if given.output:
-        write(results, Path(given.output))
-
-
-def go_offline():
-    """Tell the libraries of Hugging Face, which read this when they are imported."""
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        os.environ[name] = "1"
+        text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
+        Path(given.output).write_text(text + "\n", encoding="utf-8")
+        print(f"wrote {given.output}")
 
 
 def require_extra():
@@ -106,99 +103,40 @@ def require_extra():
         raise ValueError(f"the package lm_eval is not installed: {INSTALL}")
 
 
-# ---- the tasks
+def refuse_dense(source: Source, tasks: str):
+    """ValueError for a model that the harness can read by itself."""
+    if source.config.attention.name != Standard.name:
+        return
+    folder = source.folder
+    export = ""
+    if source.checkpoint is not None:
+        folder = "EXPORTED"
+        export = (
+            f"python -m scripts.convert_qwen3 --checkpoint {source.folder} --output {folder} && "
+        )
+    raise ValueError(
+        f"{source.folder} has standard attention, which lm_eval reads by itself: run `{export}"
+        f"lm_eval --model hf --model_args pretrained={folder},add_bos_token=False --tasks {tasks}`"
+    )
 
 
-def load_tasks(names: list[str], include_path: str | None) -> tuple[list, Any]:
-    """The harness's objects of these tasks with their data, and the TaskManager that knows them.
-
-    ValueError for a name that is unknown, and for data that cannot be had.
-    """
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default of a task
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # of every attempt to connect
-    names = [name.strip() for name in names]
-    manager = task_manager(names, include_path)
-    tasks = []
-    for name in matched(names, manager):
-        print(f"loading the data of {name}", file=sys.stderr)
-        tasks += loaded(name, manager)
-    return tasks, manager
-
-
-def task_manager(names: list[str], include_path: str | None):
-    """What knows the tasks of a folder, and those of the harness if they are needed: reading its
-    14,000 takes 6 seconds (measured on a CPU).
-    """
-    from lm_eval.tasks import TaskManager
-
-    if include_path:
-        own = TaskManager(include_path=include_path, include_defaults=False)
-        if set(names) <= set(own.all_subtasks):
-            return own
-    print("reading the list of tasks", file=sys.stderr)
-    return TaskManager(include_path=include_path)
-
-
-def matched(names: list[str], manager) -> list[str]:
-    """The names of tasks, without patterns; ValueError for one that matches none."""
-    found: dict[str, None] = {}
-    for name in names:
-        fitting = manager.match_tasks([name])
-        if not fitting:
-            nearest = difflib.get_close_matches(name, manager.all_tasks, n=3)
-            remedy = f"did you mean {' or '.join(nearest)}?"
-            if not nearest:
-                remedy = "give names from `lm_eval ls tasks`, or of a YAML file that can be parsed"
-            raise ValueError(f"--tasks: {name!r} is unknown: {remedy}")
-        found |= dict.fromkeys(fitting)
-    return list(found)
-
-
-def loaded(name: str, manager) -> list:
-    """The group of this name, or the tasks; ValueError if they or their data cannot be had."""
-    try:
-        found = manager.load(name)
-    except OF_TASKS as error:
-        words = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"task {name} cannot be loaded ({type(error).__name__}, {words}): it may need another "
-            "package, a network (run it once where there is one, and copy ~/.cache/huggingface), "
-            "or other settings in its YAML file"
-        ) from None
-    group = found["groups"].get(name)
-    return [group] if group else list(found["tasks"].values())
-
-
-# ---- running
-
-
-def run(
-    given: LmEvalConfig,
-    source: Source,
-    tokenizer: AnyTokenizer,
-    device: torch.device,
-    tasks: list,
-    manager,
-) -> dict[str, Any]:
+def run(given: LmEvalConfig, source: Source, tokenizer: AnyTokenizer) -> dict[str, Any]:
     """The harness's results, without its samples."""
     from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
 
     from longhaul.evals.harness import LonghaulLM
 
+    manager = TaskManager(include_path=given.include_path or None)
+    tasks = load_tasks([name.strip() for name in given.tasks.split(",")], manager)
+    device = named_device(given.device)
     model = source.load_in(device, given.dtype)
     if device.type == "cuda":
         cast_matrices(model)
     window = given.max_length or source.reach
-    lm = LonghaulLM(
-        model,
-        tokenizer,
-        window,
-        device,
-        batch_size=given.batch_size,
-        stop_ids=source.stop_ids(tokenizer),
-    )
+    stops = source.stop_ids(tokenizer)
     results = simple_evaluate(
-        lm,
+        LonghaulLM(model, tokenizer, window, device, given.batch_size, stops),
         tasks=tasks,
         task_manager=manager,
         num_fewshot=None if given.num_fewshot < 0 else given.num_fewshot,
@@ -206,29 +144,40 @@ def run(
         log_samples=False,
     )
     results["config"] |= {
-        "model_args": {"checkpoint": given.checkpoint, "dtype": given.dtype, "window": lm.window},
+        "model_args": {"checkpoint": given.checkpoint, "dtype": given.dtype, "window": window},
         "batch_size": given.batch_size,
         "device": str(device),
     }
     return results
 
 
-def show(results: dict[str, Any]):
-    """Print the harness's tables."""
-    from lm_eval.utils import make_table
+def load_tasks(names: list[str], manager) -> list:
+    """The harness's groups and tasks of these names and patterns, with their data; ValueError for
+    what is unknown or cannot be loaded.
+    """
+    found: dict[str, Any] = {}
+    for pattern in names:
+        matched = manager.match_tasks([pattern])
+        if not matched:
+            raise ValueError(f"--tasks: {pattern!r} is unknown: give names from `lm_eval ls tasks`")
+        for name in matched:
+            found |= load_task(name, manager)
+    return list(found.values())
 
-    print(make_table(results))
-    if results.get("groups"):
-        print(make_table(results, "groups"))
 
-
-def write(results: dict[str, Any], path: Path):
-    """Write the results as JSON."""
-    from lm_eval.utils import handle_non_serializable
-
-    text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
-    print(f"wrote {path}")
+def load_task(name: str, manager) -> dict[str, Any]:
+    """The group of this name, or its tasks by theirs."""
+    try:
+        loaded = manager.load(name)
+    except OF_TASKS as error:
+        words = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"task {name} cannot be loaded ({type(error).__name__}, {words}): it may need another "
+            "package, a network (run it once where there is one, and copy ~/.cache/huggingface), "
+            "or other settings in its YAML file"
+        ) from None
+    group = loaded["groups"].get(name)
+    return {name: group} if group else loaded["tasks"]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@
 # LEARNED=1.0    nats: a run of SHORT compares keys if the mean loss of its last 20 steps is below
 # TEXT=800, TEXT_BYTES=10000000    steps of the run on text, and the most bytes of the embedded corpus that it reads from
 # OUTPUT_DIR/proof.json has the figures; OUTPUT_DIR/seed-0/standard, farthest-retrieval, sparse-retrieval and text-gain
-# have those of each evaluation (eval.json) and its picture (heatmap.png), and seconds.jsonl what each part took. Those of
+# have those of each evaluation (eval.json) and its picture (heatmap.svg), and seconds.jsonl what each part took. Those of
 # "convert" are in OUTPUT_DIR/seed-0/far-converted, sparse-converted and indexed-converted.
 set -euo pipefail
 cd "$(dirname "$0")/.."

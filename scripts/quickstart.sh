@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# From clone to a trained model: install, prepare the embedded corpus, train `tiny` on 2 processes, evaluate, generate.
+# From clone to a trained model: install, prepare the embedded corpus, train a small model on 2 processes, evaluate, generate.
 # Usage: bash scripts/quickstart.sh [--long] [OUTPUT_DIR]      A killed run continues when the same command is given again.
-# STEPS=60 trains fewer steps than 200.
+# STEPS=60 trains fewer steps than 240.
 # --long: sparse attention at a context of 131,072 tokens (or $CONTEXT), on documents that are as long, one process, 3 steps.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -38,12 +38,15 @@ if [ "$long" ]; then
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 ranks=$(python -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')  # a rank per GPU; without one, 2 on the CPU
-echo "== train: the tiny preset on $ranks process(es)"
-torchrun --standalone --nproc_per_node="$ranks" train.py --model_size tiny --context_length 1024 --batch_size 2 \
-    --max_steps "${STEPS:=200}" --lr 2e-3 --warmup_steps 20 --eval_every $(((STEPS + 1) / 2)) --save_every $(((STEPS + 1) / 2)) --output_dir "$out"
+# Half the width of tiny, short rows and Muon: fewer bits per byte than the whole of it with AdamW, in less than half the CPU time.
+echo "== train: the tiny preset at half its width on $ranks process(es)"
+half=$(((${STEPS:=240} + 1) / 2))
+torchrun --standalone --nproc_per_node="$ranks" train.py --model_size tiny --model_overrides hidden_size=128 num_heads=4 ffn_size=384 \
+    --context_length 256 --batch_size 4 --max_steps "$STEPS" --optimizer muon --lr 1e-2 --warmup_steps 20 \
+    --eval_every "$half" --save_every "$half" --output_dir "$out"
 
 echo "== evaluate"
-python -m scripts.evaluate --checkpoint "$out" --evals loss,position
+python -m scripts.evaluate --checkpoint "$out" --evals loss,position --batches 128
 
 echo "== generate"
 python -m scripts.generate --checkpoint "$out" --prompt "def main(" --max_new_tokens 60

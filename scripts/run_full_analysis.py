@@ -1,6 +1,6 @@
 """What is inside a model: `python -m scripts.run_full_analysis --checkpoint DIR --out DIR`.
 
-It reads rows of the validation split and writes DIR/report.html and DIR/analysis.json. The model is
+It reads rows of the validation split and writes DIR/report.txt and DIR/analysis.json. The model is
 a checkpoint of longhaul or a Hugging Face folder. A command that was killed continues
 with the parts that are done; on a finished folder it prints the result. docs/LAB.md says what
 the figures mean.
@@ -104,7 +104,7 @@ def run(
             "left_out": analysis.left_out,
             "parts": done,
         }
-        parts.finish(result, report.page(result))
+        parts.finish(result, report.text(result))
 
 
 def load_in(opened: Opened, dtype: str, device: torch.device) -> Decoder:

@@ -58,6 +58,7 @@ LONG_FILES = (
     "test_rehearsal",
     "test_grade_run",
     "test_docs",
+    "test_operators",
     "test_fused_nsa",
     "test_parallel",
     "test_analysis_memory",

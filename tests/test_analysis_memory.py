@@ -245,4 +245,4 @@ def test_the_printed_command_runs(made, tmp_path, capsys):  # noqa: F811
     given[given.index("--device") + 1] = "cpu"  # as on a machine with that card
     given[given.index("--out") + 1] = str(tmp_path / "out")
     assert run_full_analysis.main(given) == 0
-    assert (tmp_path / "out" / "report.html").exists()
+    assert (tmp_path / "out" / "report.txt").exists()

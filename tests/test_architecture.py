@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from longhaul.config import TrainConfig
-from scripts import settings
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [  # a module imports modules of lower levels, and of its own room
@@ -292,7 +291,3 @@ def test_the_flags_of_the_documents_exist(name):
     for field in fields:
         known |= {field.name, f"no_{field.name}"}
     assert not flags_of((ROOT / name).read_text()) - known
-
-
-def test_every_setting_is_documented():
-    assert settings.DOCUMENT.read_text() == settings.document(), "run python -m scripts.settings"

@@ -23,7 +23,7 @@ import profile_memory
 import train
 import verify_chunked_loss
 from base.flags import underscored
-from benchmarks import attention, levers, linear_ce, vocab_loss
+from benchmarks import attention, linear_ce, vocab_loss
 from benchmarks.gpu import command
 from data import prepare, recall, report, sums
 from scripts import (
@@ -36,7 +36,6 @@ from scripts import (
     proof_figures,
     reward,
     run_full_analysis,
-    settings,
 )
 from selfcheck import equivalence, fault_matrix
 
@@ -77,9 +76,7 @@ DOORS = {
     "sums": (sums.main, "--output {new}"),
     "recall": (recall.main, "--output {new}"),
     "proof": (proof_figures.main, ""),
-    "settings": (settings.main, ""),
     "gpu": (command.main, "--out {new}"),
-    "levers": (levers.main, "--out {new}"),
     "losses": (vocab_loss.main, "--out {new}"),
     "kernels": (linear_ce.main, ""),
     "attention": (attention.main, ""),
@@ -373,7 +370,6 @@ prepare --input {torn_parquet}
 prepare --input {torn_zst}
 prepare --input {folder}/*.nothing
 prepare --input memory://nowhere
-prepare --input {good_jsonl} --text_field {{
 prepare --input {good_jsonl} --text_field text.x
 prepare --encoding utf-16
 prepare --max_document_mib 0
@@ -386,7 +382,6 @@ prepare --input {text} --input {text}
 prepare --input {text} --answer_field answer
 prepare --input {good_jsonl} --answer_field=
 prepare --input {good_jsonl} --answer_field answer --documents directory
-prepare --input {good_jsonl} --answer_field {{answer
 prepare --ouput=x
 prepare --vocab_size many
 prepare --tokenizer {other_tokenizer} --vocab_size 300
@@ -461,6 +456,10 @@ reward --output {folder}
 reward --steps -1
 reward --held_out 1
 harness --limit -1
+harness --batch_size -1
+harness --include_path /nonexistent
+harness --output /
+harness --task x
 sums --output {folder}
 sums --worked 2
 sums --seed -1
@@ -480,11 +479,8 @@ proof --folder {folder}
 proof --folder /nonexistent
 proof --folder {folder} --proof convert
 proof --folder {folder} --seeds x
-settings --ouput x
 gpu --only lss
 gpu --deadline -1
-levers --tokens 0
-levers --only plian
 losses --cases 512
 losses --device gpu
 attention --dtypes fp8

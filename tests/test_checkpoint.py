@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from longhaul import step
-from longhaul.checkpoint import load, save
+from longhaul.checkpoint import load, resume, save
 from longhaul.checkpoint.format import CheckpointError, checksum, named_shards
 from longhaul.checkpoint.load import load_model, verified
 from longhaul.config import TrainConfig
@@ -35,13 +35,34 @@ def saved(tmp_path):
     return save.save(trained(), tmp_path, {})
 
 
-def test_settings_of_another_attention_are_left_out_and_read_past(saved):
-    manifest = json.loads((saved / "manifest.json").read_text())
-    assert "nsa" not in manifest["model_config"]
-    manifest["model_config"]["nsa"] = {"window": 512}
-    manifest["checksum"] = checksum(manifest)
-    (saved / "manifest.json").write_text(json.dumps(manifest))
-    assert load_model(verified(saved)).config == CFG.model()
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"nsa": {"window": 512}}, "nsa"),  # of an attention that the model does not have
+        ({"qk_norm": None}, "qk_norm"),
+        ({"attention_type": None}, "attention_type"),
+        ({"attention_type": "nsa", "nsa": {"window": 512}}, "cmp_block"),
+    ],
+)
+def test_a_model_with_other_settings_than_this_version_records_is_refused(saved, changes, named):
+    checkpoint = verified(saved)
+    assert load_model(checkpoint).config == CFG.model()
+    changed = checkpoint.model_config | changes
+    recorded = {name: value for name, value in changed.items() if value is not None}
+    other = dataclasses.replace(checkpoint, model_config=recorded)
+    with pytest.raises(CheckpointError, match=rf"model_config\b.*\b{named}\b"):
+        load_model(other)
+
+
+@pytest.mark.parametrize("changes", [{"pairwise_accumulation": False}, {"lr": None}])
+def test_a_resume_needs_the_settings_that_a_run_has(tmp_path, changes):
+    about = dict(identity={}, rows_per_step=1, threads=1, torch="2")
+    checkpoint = verified(save.save(trained(), tmp_path, about))
+    resume.check_complete(checkpoint, CFG)
+    changed = checkpoint.config | changes
+    recorded = {name: value for name, value in changed.items() if value is not None}
+    with pytest.raises(CheckpointError, match=rf"manifest.json .*{[*changes][0]}"):
+        resume.check_complete(dataclasses.replace(checkpoint, config=recorded), CFG)
 
 
 def test_weights_in_16_bits_are_never_fp32_as_a_whole(saved):
@@ -207,8 +228,8 @@ def break_file(kind: str, folder):
         shard.symlink_to(folder.parent / "elsewhere")
     elif kind == "no manifest":
         manifest.unlink()
-    elif kind == "future version":
-        content["version"] = 99
+    elif kind.endswith(" version"):
+        content["version"] = {"earlier version": 1, "later version": 99}[kind]
         content["checksum"] = checksum(content)
         manifest.write_text(json.dumps(content))
     elif kind == "path":
@@ -226,7 +247,8 @@ def break_file(kind: str, folder):
         ("missing", "is missing"),
         ("link", "not a plain file"),
         ("no manifest", "not a readable checkpoint"),
-        ("future version", "update longhaul"),
+        ("earlier version", "has version 1"),
+        ("later version", "has version 99"),
         ("path", "not a plain file"),
         ("{", "not a readable checkpoint"),
         ("[1]", "is not of format"),
@@ -236,8 +258,8 @@ def test_damage_of_every_kind_is_named_and_set_aside(saved, kind, words, capsys)
     break_file(kind, saved)
     with pytest.raises(CheckpointError, match=words):
         verified(saved)
-    if kind == "future version":  # not damaged: nothing is renamed
-        with pytest.raises(CheckpointError, match="update longhaul"):
+    if kind.endswith(" version"):  # not damaged: nothing is renamed
+        with pytest.raises(CheckpointError, match=words):
             load.latest(saved.parent)
         return
     with pytest.raises(CheckpointError, match="no checkpoint is usable"):

@@ -25,19 +25,15 @@ from tests.test_data_resume import Killed
 from tests.test_data_shards import contents_of
 
 SEEN = [
-    {"question": f"What is {n} and {n % 7}?", "meta": {"answer": str(n + n % 7)}, "id": n}
+    {
+        "question": f"Q: What is {n} and {n % 7}?\nA:",
+        "meta": {"answer": f" {n + n % 7}"},
+        "id": str(n),
+    }
     for n in range(60)
 ]
 RECORDS = SEEN[:16]  # the tokenizer has seen more
-FIELDS = ["--text_field", "Q: {question}\\nA:", "--answer_field", " {meta.answer}"]
-
-
-def prompt_of(record: dict) -> str:
-    return f"Q: {record['question']}\nA:"
-
-
-def answer_of(record: dict) -> str:
-    return f" {record['meta']['answer']}"
+FIELDS = ["--text_field", "question", "--answer_field", "meta.answer"]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +42,7 @@ def inputs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("answers")
     lines = [json.dumps(record) + "\n" for record in RECORDS]
     (folder / "qa.jsonl").write_text("".join(lines))
-    texts = [prompt_of(record) + answer_of(record) for record in SEEN]
+    texts = [record["question"] + record["meta"]["answer"] for record in SEEN]
     train_tokenizer(texts, 290, folder / "tokenizer.model")
     return folder
 
@@ -82,8 +78,8 @@ def test_only_the_answer_and_the_end_are_learned_and_the_prompt_has_its_own_ids(
     tokenizer = Tokenizer(inputs / "tokenizer.model")
     expected = []
     for record in RECORDS:
-        prompt = tokenizer.encode(prompt_of(record))
-        answer = [*tokenizer.encode(answer_of(record)), tokenizer.eod_id]
+        prompt = tokenizer.encode(record["question"])
+        answer = [*tokenizer.encode(record["meta"]["answer"]), tokenizer.eod_id]
         expected.append((prompt + answer, [False] * len(prompt) + [True] * len(answer)))
     assert documents_of(dataset) == expected
     assert dataset.masked and len(dataset.splits) == 2
@@ -147,7 +143,7 @@ def stopping(after: int):
     return stopped
 
 
-@pytest.mark.parametrize("change", [FIELDS, [*FIELDS[:3], "{id}"]])
+@pytest.mark.parametrize("change", [FIELDS, [*FIELDS[:3], "id"]])
 def test_a_killed_preparation_continues_unless_another_field_is_asked(
     inputs, tmp_path, monkeypatch, capsys, change
 ):
@@ -231,7 +227,7 @@ MORE = {
     "--max_steps 1",
 }
 COMMANDS = [
-    "data.prepare --input qa.jsonl --text_field 'Q: {question}\\nA:' --answer_field ' {answer}' "
+    "data.prepare --input qa.jsonl --text_field question --answer_field meta.answer "
     "--tokenizer runs/base --output data/asked",
     "train.py --data data/asked --init_from runs/base --whole_documents --output_dir runs/taught",
     "scripts.intuitor --checkpoint runs/taught --data data/asked --reward label "
@@ -248,8 +244,7 @@ def test_answers_are_prepared_learned_and_rewarded_one_after_the_other(
     inputs, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    records = [{"question": prompt_of(one), "answer": answer_of(one)} for one in RECORDS]
-    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, records)))
+    shutil.copy(inputs / "qa.jsonl", tmp_path)
     shutil.copy(inputs / "tokenizer.model", tmp_path)
     plain = ["--input", "qa.jsonl", "--text_field", "question", "--tokenizer", "tokenizer.model"]
     assert main([*plain, "--output", "plain"]) == 0

@@ -161,12 +161,10 @@ def test_every_type_of_text_column_is_read_and_null_is_empty(tmp_path, kind):
     assert texts_of(write_parquet(tmp_path / "a.parquet", dict(text=column))) == ["a", "", "\u00e9"]
 
 
-def test_nested_columns_and_templates_are_read(tmp_path):
+def test_nested_columns_are_read(tmp_path):
     columns = dict(title=["T", "U"], meta=[dict(body="b", n=1), dict(body="c", n=2)], other=[0, 0])
     path = write_parquet(tmp_path / "a.parquet", columns)
     assert texts_of(path, text_field="meta.body") == ["b", "c"]
-    template = r"# {title} ({meta.n})\n{meta.body}"
-    assert texts_of(path, text_field=template) == ["# T (1)\nb", "# U (2)\nc"]
 
 
 def test_parquet_without_the_column_is_refused_and_names_those_it_has(tmp_path):
@@ -262,10 +260,9 @@ RECORD = dict(text="t", meta=dict(body="b", list=["x", "y"]), n=3, none=None, **
         ("meta.list.1", "y"),
         ("a.b", "dotted"),
         ("none", ""),
-        (r"{text}\n\t{meta.body} {n}{{}}{none}", "t\n\tb 3{}"),
     ],
 )
-def test_a_field_a_path_and_a_template_give_the_text(field, text):
+def test_a_field_and_a_path_give_the_text(field, text):
     assert TextField(field).text_of(RECORD) == text
 
 

@@ -2,20 +2,20 @@
 better than by chance, and the figures and pictures that follow from scores.
 """
 
-import io
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import data.recall
 from data.dataset import open_dataset
 from data.writer import write_dataset
+from footprint import svg
 from longhaul import dist
 from longhaul.evals import heatmap
 from longhaul.evals.intervals import Interval, wilson
@@ -466,23 +466,46 @@ def test_reports():
 # --------------------------------------------------------------------------- the picture
 
 
-def test_the_picture_survives_as_png():
-    found = Retrieval((score(80), score(40, task="multivalue")))
-    image = found.picture()
-    assert image.dtype == np.uint8 and image.shape[2] == 3
-    assert np.array_equal(Image.open(io.BytesIO(heatmap.png(image))), image)
+def test_the_picture_has_a_cell_with_its_score_for_each_depth_and_length():
+    found = Retrieval((score(80), score(40, task="copy"), score(20, 128), score(0, 128, "copy")))
+    cells = cells_of(found.picture())
+    assert len(cells) == sum(scores_EL.size for scores_EL in found.tables.values()) > 0
+    for name, scores_EL in found.tables.items():
+        depths = scores_EL.shape[0]
+        for (row, column), value in np.ndenumerate(scores_EL):
+            depth = f"{100 * (row + 0.5) / depths:.0f}%"
+            box, words = cells[f"{name}, {found.lengths[column]} tokens, depth {depth}"]
+            assert words.text == heatmap.percent(value)
+            fill = "var(--band)" if np.isnan(value) else f"rgb{svg.colour(value)}"
+            assert box.get("fill") == fill
+
+            first, _ = cells[f"{name}, {found.lengths[0]} tokens, depth 6%"]
+            assert float(box.get("x")) - float(first.get("x")) == heatmap.CELL * column
+            assert float(box.get("y")) - float(first.get("y")) == heatmap.LINE * row
 
 
-def test_a_cell_has_the_colour_of_its_score():
-    table = np.array([[0.0, 1.0], [0.5, np.nan]])
-    image = heatmap.picture({"single": table}, [4096, 131072])
-    for score, rgb in [(0.0, (68, 1, 84)), (1.0, (253, 231, 37)), (0.5, (33, 145, 140))]:
-        assert heatmap.colour(score) == rgb
+def cells_of(drawn: str) -> dict[str, list[ElementTree.Element]]:
+    """Box and words of each cell, by its tooltip."""
+    groups = ElementTree.fromstring(drawn).findall("{*}g")
+    return {tooltip.text: shapes for tooltip, *shapes in groups}
 
-    width = heatmap.cell_width(["single"], ["4k", "128k"])
-    for (row, column), score in np.ndenumerate(table):
-        corner = image[heatmap.LINE * (row + 1), heatmap.LABEL + column * width]
-        assert tuple(corner) == heatmap.colour(score)
+
+def test_a_higher_score_is_a_lighter_colour():
+    shares = np.linspace(0, 1, 101)
+    luma = [np.dot(svg.colour(share), (0.299, 0.587, 0.114)) for share in shares]
+    assert (np.diff(luma) > 0).all()
+    assert svg.colour(0) == (68, 1, 84) and svg.colour(1) == (253, 231, 37)
+
+
+def test_colours_without_words_have_a_square_for_each_depth_and_length():
+    scores_EL = np.array([[0.0, 1.0, 0.5], [0.25, np.nan, 0.75]])
+    image = heatmap.pixels(scores_EL)
+    assert image.dtype == np.uint8
+    assert image.shape == (2 * heatmap.PIXELS, 3 * heatmap.PIXELS, 3)
+    for (row, column), value in np.ndenumerate(scores_EL):
+        square = image[row * heatmap.PIXELS :, column * heatmap.PIXELS :][: heatmap.PIXELS]
+        colours = set(map(tuple, square[:, : heatmap.PIXELS].reshape(-1, 3).tolist()))
+        assert colours == {(heatmap.NOTHING,) * 3 if np.isnan(value) else svg.colour(value)}
 
 
 def test_a_percentage_says_all_or_none_only_if_it_is_so():

@@ -7,7 +7,7 @@ import torch
 
 from longhaul import dist, step
 from longhaul.config import TrainConfig
-from longhaul.evals.score import Item, ModelScorer, answers, score_all
+from longhaul.evals.score import Item, ModelScorer, score_all
 from model import IGNORE
 from tests.ranks import run_ranks
 from tests.test_context import SPARSE
@@ -104,24 +104,6 @@ def test_a_row_without_a_question_has_zeros():
     nothing = asked._replace(labels_BT=torch.full_like(asked.labels_BT, IGNORE))
     scores = ModelScorer(built({}).model, "cpu").score(nothing, hits=True)
     assert not scores.nll_BT.any() and not scores.hit_BT.any()
-
-
-def test_figures_of_rows_that_continue_a_cache_are_those_of_the_whole_row():
-    model = built({}).model
-    whole = item(seed=3)
-    beginning, rest = (
-        Item(*parts) for parts in zip(*(x.split([40, T - 40], 1) for x in whole[:2]))
-    )
-
-    def double(hidden_ND, weight_VD, labels_N):
-        return answers(hidden_ND, weight_VD, labels_N.clamp(min=0)) * 2
-
-    scorer = ModelScorer(model, "cpu")
-    expected = scorer.figures(whole, double)
-    cache = model.new_cache(1, T)
-    found = [scorer.figures(part, double, cache) for part in (beginning, rest)]
-    torch.testing.assert_close(torch.cat(found, 1), expected, atol=2e-5, rtol=1e-5)
-    assert not expected.requires_grad
 
 
 def test_scoring_compiles_nothing(monkeypatch):

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def compared(folder) -> Path:
-    """What `--against` wrote: eval.json, heatmap.png and the table."""
+    """What `--against` wrote: eval.json, heatmap.svg and the table."""
     out = folder / "out"
     words = f"--checkpoint {folder}/a --against {folder}/b --output {out} {FEW}"
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -107,7 +108,8 @@ def test_json_has_the_figures_of_the_table_and_those_of_documents(compared):
     weighted = np.dot(documents["loss"], documents["tokens"]) / sum(documents["tokens"])
     assert weighted == pytest.approx(losses["loss"], rel=1e-9)
     assert {one["task"] for one in record["retrieval"]["scores"]} == {"single", "copy"}
-    assert (compared / "heatmap.png").read_bytes().startswith(b"\x89PNG")
+    words = set(ElementTree.parse(compared / "heatmap.svg").getroot().itertext())
+    assert {"mean", "single", "copy"} <= words
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(

@@ -819,9 +819,8 @@ def packs(state):
     torch.nn.utils.rnn.pack_padded_sequence(torch.randn(8, 2, 4), [8, 5])
 
 
-def derives_forward(state):
-    layer = torch.nn.Linear(4, 4)
-    torch.func.jvp(layer, (torch.ones(2, 4),), (torch.ones(2, 4),))
+def linearizes(state):
+    torch.func.linearize(torch.nn.Linear(4, 4), torch.ones(2, 4))
 
 
 def aligns(state):
@@ -836,7 +835,7 @@ def aligns(state):
         (nests, "predict the padded batch"),
         (traces, "predict the module itself"),
         (packs, "predict the padded batch"),
-        (derives_forward, "take backward ones"),
+        (linearizes, "take torch.func.jvp"),
         (aligns, "S the longest target"),
         (runs_a_kernel, "say what it returns (register_fake)"),
         (takes_an_address, "say what it returns (register_fake)"),

@@ -2,6 +2,8 @@
 are copies: the predicted peak against the allocator's own record.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from footprint import measure, predict
-from footprint.operators import FakeTensors, corrected
+from footprint.operators import FakeTensors, corrected, is_fake
 from footprint.probe import inside_bytes
 from footprint.workspace import KernelWorkspaces, ProbedWorkspaces
 
@@ -33,12 +35,18 @@ def trained(model, inputs):
 
 
 class Recurrent(nn.Module):
-    def __init__(self):
+    """A recurrent layer; what is trained is its results, or its last states."""
+
+    def __init__(self, kind: type[nn.Module] = nn.LSTM, last: bool = False, **options):
         super().__init__()
-        self.lstm = nn.LSTM(48, 64)
+        self.layer = kind(48, 64, **options)
+        self.last = last
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0]
+        results, states = self.layer(x)
+        if not self.last:
+            return results
+        return states[0] if isinstance(states, tuple) else states
 
 
 class Masked(nn.Module):
@@ -277,6 +285,21 @@ CASES = {
 }
 
 
+BOTH_WAYS = dict(num_layers=2, bidirectional=True, batch_first=True, dropout=0.1)
+RECURRENT = {
+    "LSTM": {},
+    "LSTM of two layers, both ways": BOTH_WAYS,
+    "LSTM without biases": dict(bias=False),
+    "LSTM, its last states": dict(last=True),
+    "LSTM, projected": dict(proj_size=32),
+    "GRU of two layers, both ways": dict(kind=nn.GRU) | BOTH_WAYS,
+    "RNN without biases": dict(kind=nn.RNN, bias=False),
+}
+CASES |= {
+    name: (functools.partial(Recurrent, **options), steps) for name, options in RECURRENT.items()
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_predicted_peak_is_what_the_allocator_records(name):
     build, step = trained(*CASES[name])
@@ -466,8 +489,32 @@ def test_what_is_loaded_inside_build_ends_with_it(tmp_path):
     assert predict(build, step, "cpu").peak == predict(new, step, "cpu").peak
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_what_a_recurrent_layer_holds_is_named(target):
-    report = predict(*trained(Recurrent, steps), target)
+def test_fake_tensors_are_what_pytorch_takes_for_them(monkeypatch):
+    made = object()  # as if in C++, which is no FakeTensor
+    name = "torch._subclasses.fake_tensor.is_fake_tensor"
+    monkeypatch.setattr(name, lambda value: value is made, raising=False)
+    assert is_fake(made)
+    monkeypatch.undo()
+    assert not is_fake(torch.ones(2))
+    with FakeTensors():
+        assert is_fake(torch.ones(2))
+
+
+def test_long_rows_of_an_lstm_are_extended_from_shorter_ones(monkeypatch):
+    def rows() -> Tensor:
+        return torch.randn(203, 8, 48)
+
+    build, step = trained(functools.partial(Recurrent, bidirectional=True), rows)
+    monkeypatch.setattr("footprint.recurrent.MOST_PRODUCTS", 0)
+    assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
+
+
+def test_recurrent_layers_on_a_gpu_are_named_in_the_first_line():
+    report = predict(*trained(Recurrent, steps), "cuda")
     (words,) = report.not_modelled
-    assert "recurrent layers" in words or "an LSTM" in words
+    assert "cuDNN" in words
+    first = str(report).partition("\n")[0]
+    assert "cuDNN" in first
+
+    others = predict(*trained(Masked, rows), "cuda")
+    assert "cuDNN" not in str(others).partition("\n")[0]

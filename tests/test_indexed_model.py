@@ -18,7 +18,7 @@ from longhaul.memory.needs import WARM_UP, largest
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
 from longhaul.sparse.indexer import Indexed
-from model import Decoder, ModelConfig, NSAConfig, Standard
+from model import Decoder, ModelConfig, Standard
 
 SIZES = dict(count=3, block=8, head_dim=24)  # chooses from 24 tokens on
 SHAPE = dict(vocab_size=97, num_layers=2, hidden_size=64, num_heads=4, head_dim=16, ffn_size=96)
@@ -172,36 +172,17 @@ def test_the_end_of_a_warm_up_that_is_past_cannot_change(warmup, step_saved, tmp
     resume.check_settings(checkpoint, settings(indexer_warmup=3))
 
 
-def test_a_checkpoint_of_the_older_form_is_refused_in_a_line(tmp_path):
-    folder = save.save(step.build(settings(), settings().model(), "cpu"), tmp_path, {})
-    checkpoint = load.verified(folder)
-    older = checkpoint.model_config | {"indexer": dict(budget=24, r=4, heads=3, head_dim=24)}
-    with pytest.raises(ValueError, match="longhaul 0.1.0.*4523af9") as caught:
-        model_config(dataclasses.replace(checkpoint, model_config=older))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_checkpoint_from_when_whole_heads_turned_is_read_so_and_goes_on_if_asked(tmp_path):
-    whole, half = (settings(blocks=(*BLOCKS, *more)) for more in (["partial_rotary_factor=1"], []))
-    checkpoint = load.verified(save.save(step.build(whole, whole.model(), "cpu"), tmp_path, {}))
-    del checkpoint.model_config["blocks"]["partial_rotary_factor"]
-    assert model_config(checkpoint).attention == whole.model().attention
-
-    recorded = resume.identity(whole, whole.model())
-    del recorded["blocks.partial_rotary_factor"]
-    resume.check_same_run(recorded, resume.identity(whole, whole.model()), "it", ("", ""))
-    with pytest.raises(ValueError, match="partial_rotary_factor: recorded 1.0, now 0.5"):
-        resume.check_same_run(recorded, resume.identity(half, half.model()), "it", ("", ""))
-
-
-def test_a_checkpoint_of_another_attention_may_have_recorded_the_older_sizes(tmp_path):
-    """Once every kind's settings were recorded, whatever the kind."""
-    cfg = settings(attention_type="standard", blocks=())
+def test_a_checkpoint_that_does_not_say_how_far_heads_turn_is_refused(tmp_path):
+    cfg = settings()
     checkpoint = load.verified(save.save(step.build(cfg, cfg.model(), "cpu"), tmp_path, {}))
-    older = checkpoint.model_config | {"indexer": dict(budget=24, r=4, heads=3, head_dim=24)}
-    older["nsa"] = dataclasses.asdict(NSAConfig())
-    found = model_config(dataclasses.replace(checkpoint, model_config=older))
-    assert found == model_config(checkpoint) and found.attention == Standard()
+    del checkpoint.model_config["blocks"]["partial_rotary_factor"]
+    with pytest.raises(ValueError, match="lacks partial_rotary_factor"):
+        model_config(checkpoint)
+
+    current = resume.identity(cfg, cfg.model())
+    recorded = {name: value for name, value in current.items() if "rotary_factor" not in name}
+    with pytest.raises(ValueError, match="partial_rotary_factor: recorded None, now 0.5"):
+        resume.check_same_run(recorded, current, "it", ("", ""))
 
 
 @pytest.mark.parametrize(

@@ -341,7 +341,10 @@ def test_a_run_of_train_py_is_not_resumed_as_a_policy(folder, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(folder, tmp_path / "new", f"--resume {folder}/base/step-00000012")
     said = capsys.readouterr().err
-    assert "holds another run" in said and "program: recorded None, now -m scripts.intuitor" in said
+    assert (
+        "holds another run" in said
+        and "program: recorded train.py, now -m scripts.intuitor" in said
+    )
 
 
 # ---- other programs read a policy's checkpoint

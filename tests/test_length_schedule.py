@@ -262,7 +262,7 @@ def test_whole_documents_are_those_of_each_stage_and_of_one_run(corpus, tmp_path
     with pytest.raises(SystemExit) as stop:
         run(corpus, tmp_path / "run", "--short_fraction", "0")
     assert stop.value.code == 2
-    assert "whole_documents: recorded True, now None" in capsys.readouterr().err
+    assert "whole_documents: recorded True, now False" in capsys.readouterr().err
 
 
 # ---- what it needs

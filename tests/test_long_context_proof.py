@@ -387,4 +387,4 @@ def test_the_script_continues_after_a_kill(tmp_path):
     (seed,) = json.loads((tmp_path / "out" / "proof.json").read_text())["seeds"]
     assert [one["value"] is None for one in seed["figures"]] == [True] * 7 + [False] * 2
     for name in ("standard", "farthest-retrieval", "sparse-retrieval"):
-        assert (out / name / "heatmap.png").stat().st_size > 0
+        assert (out / name / "heatmap.svg").stat().st_size > 0

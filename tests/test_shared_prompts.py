@@ -406,9 +406,6 @@ def test_rows_behind_a_prompt_have_the_logits_of_separate_rows(
         assert_near(torch.cat(steps, dim=1), expected)
         assert cache.length == prompt + length
 
-        cache.rewind(prompt + 1)
-        assert_near(model(own_BT[:, 1:2], cache=cache), expected[:, 1:2])
-
 
 def test_decoding_takes_the_memory_of_the_own_tokens_only():
     """4,096 tokens of a prompt, of which eight copies would take 8 MiB for each layer."""

@@ -62,6 +62,18 @@ def up_to(model: Decoder, layer: int) -> Decoder:
     return first
 
 
+def behind(model: Decoder, layer: int) -> Decoder:
+    """The model without the layers before this one: embeddings that it is given are what enters
+    this layer. It shares the others, and their hooks.
+    """
+    config = dataclasses.replace(model.config, num_layers=model.config.num_layers - layer)
+    rest = copy.copy(model)
+    rest._modules = dict(model._modules)
+    rest.layers = model.layers[layer:]
+    rest.config = config
+    return rest
+
+
 # ---- hooks
 
 

@@ -5,7 +5,7 @@
     parts/NAME.partial   an unfinished part, which keeps it up itself; gone when it is finished
     sae-NN.safetensors   the autoencoder of a layer; sae-DTYPE-NN and sae-floor-NN: of --compare
     analysis.json        all results
-    report.html          the same with pictures
+    report.txt           the same for a reader
 
 Nothing is written before the first part has something to keep. Every file appears whole or not at
 all.
@@ -27,7 +27,7 @@ from base.untrusted import read_json
 SETTINGS = "settings.json"
 FORMAT = 2  # of the parts' files
 RESULT = "analysis.json"
-REPORT = "report.html"
+REPORT = "report.txt"
 NUMBER = "#"  # behind the name of what was a whole number and no tensor
 EVERY = 30.0  # seconds between two saves of an unfinished part
 

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longhaul.analysis.activations import replaced, require_finite, stream
+from longhaul.analysis.activations import behind, hooked, replaced, require_finite, stream
 from longhaul.evals.copies import distance_to_copy
 from longhaul.evals.score import Item, ModelScorer
 from model import IGNORE, Decoder
@@ -36,6 +36,7 @@ PATCHED = ("attention", "mlp")
 LEAST_DIFFERENCE = 0.1  # |d_clean - d_corrupt| in logits; below it a ratio to it is noise
 MOST_SPANS = 32  # columns, by default; each costs a forward of each prompt, layer and site
 TOP = 8  # largest effects, of which precisions are compared
+ENTERING = "entering"  # what the layer before has made
 REPLACED = "replaced"  # the column of the tokens that differ
 
 Site = tuple[int, str, str]  # layer, attention or mlp, column
@@ -155,10 +156,11 @@ def logit_differences(
     """Logit of the answer - logit of the foil at the last position, fp32 [R] on the device.
 
     No other logit is computed. With `chunk` a row passes in parts over the KV cache, one at a time.
+    Tokens may also be embeddings [R, T, D].
     """
     device = model.embed.weight.device
     scorer = ModelScorer(model, device, chunk)
-    R, T = tokens_RT.shape
+    R, T = tokens_RT.shape[:2]
     if chunk and R > 1:
         rows = zip(tokens_RT[:, None], answer_R[:, None], foil_R[:, None], strict=True)
         return torch.cat([logit_differences(model, *row, chunk) for row in rows])
@@ -175,7 +177,7 @@ def logit_differences(
         difference_R = (last_RD * (answers_RD - foils_RD)).sum(1)
         return difference_R.repeat_interleave(len(hidden_ND) // R)[None]
 
-    asks_nothing = torch.full_like(tokens_RT, IGNORE)
+    asks_nothing = torch.full((R, T), IGNORE)
     figures_1N = scorer.figures(Item(tokens_RT, asks_nothing), at_the_end)
     return figures_1N.view(R, T)[:, -1]
 
@@ -275,7 +277,11 @@ class Patching:
     def _mean_difference(self, tokens_BT: Tensor) -> float:
         return self._differences(tokens_BT, self.pairs).double().mean().item()
 
-    def _differences(self, tokens_BT: Tensor, pairs: Pairs) -> Tensor:
+    def _differences(
+        self,
+        tokens_BT: Tensor,
+        pairs: Pairs,
+    ) -> Tensor:
         parts = zip(
             tokens_BT.split(self.rows),
             pairs.answer_B.split(self.rows),
@@ -285,20 +291,61 @@ class Patching:
         return torch.cat([logit_differences(self.model, *part, self.chunk) for part in parts])
 
     def _gains(self, pairs: Pairs, layer: int) -> Tensor:
-        """What patching adds to the difference of the corrupt prompts, summed over them: [2, C]."""
-        clean = self._clean(pairs, layer)
-        unpatched_B = self._differences(pairs.corrupt_BT, pairs)
+        """What patching adds to the difference of the corrupt prompts, summed over them: [2, C].
+
+        The layers before this one run once: a patched run begins with what they give. Rows are
+        pairs of a column and a prompt.
+        """
+        clean = self._read(pairs.clean_BT, layer)
+        corrupt = self._read(pairs.corrupt_BT, layer)
+        rest = behind(self.model, layer)
+        column_R, prompt_R, where_RT = self._patched_rows(pairs)
+
+        def differences(prompts_R: Tensor) -> Tensor:
+            asked = pairs.answer_B[prompts_R], pairs.foil_B[prompts_R]
+            entering_RTD = corrupt[ENTERING][prompts_R]
+            return logit_differences(rest, entering_RTD, *asked, self.chunk)
+
+        unpatched_B = differences(torch.arange(len(pairs.answer_B)))
         gains_2C = torch.zeros(len(PATCHED), len(self.columns), dtype=torch.float64)
-        for site, clean_BTD in enumerate(clean):
-            for column in range(len(self.columns)):
-                where_BT = self._where(pairs, column)
-                if not where_BT.count_nonzero():
-                    continue
-                name = PATCHED[site]
-                with replaced(self.model, layer, name, patch(clean_BTD, where_BT)):
-                    patched_B = self._differences(pairs.corrupt_BT, pairs)
-                gains_2C[site, column] = (patched_B - unpatched_B).double().sum().item()
+        for rows_R in torch.arange(len(prompt_R)).split(self.rows):
+            prompts_R = prompt_R[rows_R]
+            for number, site in enumerate(PATCHED):
+                clean_RTD = clean[site][prompts_R]
+                with replaced(self.model, layer, site, patch(clean_RTD, where_RT[rows_R])):
+                    patched_R = differences(prompts_R)
+
+                # what is the same in both prompts gains exactly nothing, whatever a batch rounds
+                differs_RT = (clean_RTD != corrupt[site][prompts_R]).any(2).cpu()
+                is_same_R = ~(differs_RT & where_RT[rows_R]).any(1)
+                gain_R = (patched_R - unpatched_B[prompts_R]).double().cpu()
+                gain_R.masked_fill_(is_same_R, 0)
+                gains_2C[number].index_add_(0, column_R[rows_R], gain_R)
         return gains_2C
+
+    def _read(self, tokens_BT: Tensor, layer: int) -> dict[str, Tensor]:
+        """What enters the layer, and what its attention and MLP add to it, [B, T, D] each."""
+        parts: dict[str, list[Tensor]] = {name: [] for name in (ENTERING, *PATCHED)}
+
+        def keep(
+            _,
+            site: str,
+            x_BtD: Tensor,
+        ) -> None:
+            parts[site].append(x_BtD)
+
+        def enter(inputs: tuple, _) -> None:
+            parts[ENTERING].append(inputs[0])
+
+        with hooked(self.model.layers[layer], enter):
+            stream(self.model, tokens_BT, [layer], PATCHED, keep, chunk=self.chunk)
+        return {name: torch.cat(parts.pop(name), 1) for name in (ENTERING, *PATCHED)}
+
+    def _patched_rows(self, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
+        """Column and prompt [R] of each row, and the positions [R, T] at which it is patched."""
+        where_CBT = torch.stack([self._where(pairs, c) for c in range(len(self.columns))])
+        column_R, prompt_R = where_CBT.any(2).nonzero(as_tuple=True)
+        return column_R, prompt_R, where_CBT[column_R, prompt_R]
 
     def _where(self, pairs: Pairs, column: int) -> Tensor:
         """The positions [B, T] of a column at which the prompts can have other activations: not
@@ -311,20 +358,6 @@ class Patching:
         inside_T = torch.zeros(begun_BT.shape[1], dtype=torch.bool)
         inside_T[self.spans[column]] = True
         return begun_BT & inside_T
-
-    def _clean(self, pairs: Pairs, layer: int) -> list[Tensor]:
-        """What the layer's attention and MLP add to the clean prompts, [B, T, D] each."""
-        parts: dict[str, list[Tensor]] = {site: [] for site in PATCHED}
-
-        def keep(
-            _,
-            site: str,
-            x_BtD: Tensor,
-        ) -> None:
-            parts[site].append(x_BtD)
-
-        stream(self.model, pairs.clean_BT, [layer], PATCHED, keep, chunk=self.chunk)
-        return [torch.cat(parts.pop(site), 1) for site in PATCHED]
 
 
 def patch(clean_BTD: Tensor, where_BT: Tensor) -> Callable[[Tensor], Tensor]:

@@ -27,12 +27,11 @@ import torch
 
 from base.tensors import Later
 from longhaul import dist, exits, optimizers
-from longhaul.checkpoint.earlier import present_settings
-from longhaul.kinds import KINDS, settings_names
-from model import Decoder, ModelConfig, Standard
+from longhaul.kinds import KINDS
+from model import Decoder, ModelConfig
 
 FORMAT = "longhaul-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 REQUIRED = ("step", "tokens", "data", "world_size", "config", "model_config", "files")
 
@@ -51,8 +50,8 @@ class OtherSettings(CheckpointError):
     exit_code = exits.BAD_INPUT
 
 
-class FutureVersion(CheckpointError):
-    """A checkpoint that a newer longhaul wrote: it is not damaged, so it is not set aside."""
+class OtherVersion(CheckpointError):
+    """A checkpoint that another longhaul wrote: it is not damaged, so it is not set aside."""
 
 
 @contextmanager
@@ -219,9 +218,9 @@ def checked(manifest: object, folder: Path) -> Checkpoint:
     if manifest.get("checksum") != checksum(manifest):
         raise CheckpointError(f"{path} is damaged: use another checkpoint")
     if manifest.get("version") != VERSION:
-        raise FutureVersion(
+        raise OtherVersion(
             f"{folder} has version {manifest.get('version')}, and this longhaul reads version "
-            f"{VERSION}: update longhaul"
+            f"{VERSION}: read it with the longhaul that wrote it"
         )
     missing = sorted(set(REQUIRED) - manifest.keys())
     if missing or not manifest["files"]:
@@ -237,7 +236,7 @@ def _described(manifest: dict, folder: Path) -> Checkpoint:
         step=manifest["step"],
         tokens=manifest["tokens"],
         data=manifest["data"],
-        config=present_settings(manifest["config"]),
+        config=manifest["config"],
         model_config=manifest["model_config"],
         files={name: _stored_file(name, entry) for name, entry in manifest["files"].items()},
         skipped=tuple(manifest.get("skipped", [])),
@@ -275,33 +274,24 @@ def check_held(checkpoint: Checkpoint, shards: dict[str, Shard]):
 def model_config(checkpoint: Checkpoint, **overrides) -> ModelConfig:
     """The configuration of the checkpoint's model; ValueError if it is not one."""
     fields = dict(checkpoint.model_config)
-    attention = _attention(fields)
-    fields = _fields(ModelConfig, fields)
-
-    return ModelConfig(**fields | {"attention": attention} | overrides)
+    fields["attention"] = _attention(fields)
+    return ModelConfig(**_fields(ModelConfig, fields) | overrides)
 
 
 def _attention(fields: dict):
-    """The settings of the recorded kind of attention; those of all kinds leave `fields`."""
-    name = fields.pop("attention_type", Standard.name)
+    """The settings of the recorded kind of attention, which leave `fields`."""
+    name = fields.pop("attention_type", None)
     if name not in KINDS:
         raise ValueError(f"model_config.attention_type is {name!r}")
-    older = fields.pop("indexer", None)  # once recorded for every kind of attention
-    if older is not None and name == "indexed":
-        raise ValueError(
-            "its indexed attention chooses blocks of a few tokens for all heads, a form that ended "
-            "with longhaul 0.1.0: read it with the version of commit 4523af9"
-        )
     kind = KINDS[name]
-    sizes = kind.unrecorded | _fields(kind.config, fields.get(kind.settings or name, {}))
-    found = kind.config(**sizes)
-    for settings in settings_names():
-        fields.pop(settings, None)
-    return found
+    return kind.config(**_fields(kind.config, fields.pop(kind.settings or name, {})))
 
 
 def _fields(cls: type, values: dict) -> dict:
-    """`values` as arguments of the dataclass `cls`; ValueError for an unknown name."""
-    for name in values.keys() - {spec.name for spec in dataclasses.fields(cls)}:
+    """`values` as arguments of the dataclass `cls`; ValueError unless they are all that it has."""
+    names = {spec.name for spec in dataclasses.fields(cls)}
+    for name in values.keys() - names:
         raise ValueError(f"model_config.{name[:40]} is unknown to this version of longhaul")
+    for name in sorted(names - values.keys()):
+        raise ValueError(f"model_config lacks {name}, so another version of longhaul wrote it")
     return dict(values)

@@ -20,8 +20,8 @@ from longhaul.checkpoint.format import (
     MANIFEST,
     Checkpoint,
     CheckpointError,
-    FutureVersion,
     OtherSettings,
+    OtherVersion,
     Shard,
     StoredFile,
     check_held,
@@ -97,7 +97,7 @@ def latest(folder: Path) -> Checkpoint | None:
     for candidate in sorted(folder.glob("step-????????"), reverse=True):
         try:
             return verified(candidate)
-        except FutureVersion:
+        except OtherVersion:
             raise
         except CheckpointError as error:
             set_aside(candidate, error)

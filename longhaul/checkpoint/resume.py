@@ -14,11 +14,10 @@ import torch
 from data import order
 from data.loader import Order
 from longhaul import optim
-from longhaul.checkpoint.earlier import check_dropped, present_settings
 from longhaul.checkpoint.format import MANIFEST, Checkpoint, CheckpointError
 from longhaul.checkpoint.load import described
 from longhaul.config import TrainConfig
-from longhaul.kinds import FAMILY_FIELDS, KINDS, attention_kind, recorded, settings_names
+from longhaul.kinds import attention_kind, recorded, settings_names
 from model import ModelConfig
 
 # fields of ModelConfig that a resume may change
@@ -67,17 +66,15 @@ def identity(cfg: TrainConfig, model_config: ModelConfig) -> dict:
     fields = recorded(model_config)
     left_out = NUMERICAL_FIELDS | settings_names()
     found = {name: value for name, value in fields.items() if name not in left_out}
-    found |= {name: fields.get(name) for name in FAMILY_FIELDS}
     found |= attention_kind(model_config).identity(model_config)
     return found | {
         "context_length": cfg.context_length,
         "seed": cfg.seed,
         "init_from": cfg.init_from,
-        # runs without them, and those from before there were any, have recorded none
-        "length_schedule": cfg.length_schedule or None,
-        "short_fraction": cfg.short_fraction or None,
-        "whole_documents": cfg.whole_documents or None,
-        "program": cfg.PROGRAM if cfg.PROGRAM != TrainConfig.PROGRAM else None,
+        "length_schedule": cfg.length_schedule,
+        "short_fraction": cfg.short_fraction,
+        "whole_documents": cfg.whole_documents,
+        "program": cfg.PROGRAM,
     }
 
 
@@ -95,9 +92,6 @@ def check_same_run(recorded: dict, current: dict, where: str, folders: tuple[str
 
     `folders`: --data as recorded and now, which say more than the hashes of their contents.
     """
-    kind = KINDS[current["attention_type"]]
-    older = {f"{kind.settings}.{name}": value for name, value in kind.unrecorded.items()}
-    recorded = older | recorded
     different = [
         _difference(name, recorded.get(name), value, folders)
         for name, value in current.items()
@@ -146,7 +140,7 @@ def read_record(folder: Path) -> dict | None:
 
     try:
         content = json.loads(record.read_text(encoding="utf-8"))
-        config = present_settings(content.get("config", {}))
+        config = dict(content.get("config", {}))
         return content | {"identity": dict(content["identity"]), "config": config}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -166,9 +160,9 @@ def continued(folder: Path, cfg: TrainConfig) -> Checkpoint:
 
 
 def check_complete(checkpoint: Checkpoint, cfg: TrainConfig):
-    """CheckpointError if a manifest lacks what a resume of the program of `cfg` needs. Nothing is
-    made up: the learning rate, every random draw and what a policy learns from are functions of the
-    step and these settings.
+    """CheckpointError if a manifest lacks what a resume of the program of `cfg` needs, or has a
+    setting that the program does not have. Nothing is made up: the learning rate, every random draw
+    and what a policy learns from are functions of the step and these settings.
     """
     needed = ("identity", "rows_per_step", "threads", "torch")
     lacking = [name for name in needed if getattr(checkpoint, name) is None]
@@ -177,14 +171,18 @@ def check_complete(checkpoint: Checkpoint, cfg: TrainConfig):
         raise CheckpointError(
             f"{checkpoint.folder / MANIFEST} lacks {', '.join(lacking)}: use another checkpoint"
         )
+    unknown = sorted(checkpoint.config.keys() - {spec.name for spec in dataclasses.fields(cfg)})
+    if unknown:
+        raise CheckpointError(
+            f"{checkpoint.folder / MANIFEST} was written with settings that this longhaul does not "
+            f"have ({', '.join(unknown)}): continue the run with the version that wrote it"
+        )
 
 
 def check_settings(checkpoint: Checkpoint, cfg: TrainConfig):
     """ValueError if a resume would change how weights are updated and --resume does not name
-    the checkpoint, or if a setting that no longer exists had changed it.
+    the checkpoint.
     """
-    if checkpoint.step < cfg.max_steps:
-        check_dropped(checkpoint.config)
     changed = changed_settings(checkpoint, cfg)
     words = [
         f"--{name}: recorded {old}, now {new}"
@@ -291,9 +289,6 @@ def changes(checkpoint: Checkpoint, cfg: TrainConfig) -> list[str]:
                 f"warning: the checkpoint was written with {name}={recorded}, and this run has "
                 f"{name}={value}: the last bits may differ from now on"
             )
-    dropped = sorted(checkpoint.config.keys() - {spec.name for spec in dataclasses.fields(cfg)})
-    if dropped:
-        lines.append(f"settings of the checkpoint that no longer exist, ignored: {dropped}")
     for name, (old, new) in changed_settings(checkpoint, cfg).items():
         effect = ""
         if name == "max_steps" and isinstance(old, int):

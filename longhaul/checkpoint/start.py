@@ -23,7 +23,6 @@ from data.dataset import Dataset
 from data.load_tokenizer import hash_of_ids
 from longhaul import kernels, lengths, qwen3
 from longhaul.checkpoint import format, load, resume
-from longhaul.checkpoint.earlier import rope_words
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.cli import read_pairs
 from longhaul.config import TrainConfig, model_fields, rope_fields
@@ -287,6 +286,13 @@ def _rope_settings(settings: dict[str, Any], config: ModelConfig) -> dict[str, A
 
     theta = settings.get("rope_theta") or _theta_of_schedule(settings) or config.rope_theta
     return dict(rope_theta=theta, rope_scaling=rope_words(scaling, factor, original))
+
+
+def rope_words(scaling: str, factor: float, original: int) -> str:
+    """--rope_scaling of these fields of ModelConfig."""
+    if scaling == "none" and original == ModelConfig.rope_original_context:
+        return scaling
+    return f"{scaling}:{repr(factor).removesuffix('.0')}:{original}"
 
 
 def _theta_of_schedule(settings: dict[str, Any]) -> float | None:

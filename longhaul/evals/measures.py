@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from numpy.typing import NDArray
-
 from data.dataset import Split
 from data.mixture import Corpus
 from longhaul import dist
@@ -107,10 +105,9 @@ class Report:
         return found | {"left_out": self.left_out, "seconds": self.seconds}
 
     @property
-    def heatmap(self) -> NDArray | None:
-        """The picture of retrieval by depth and length, uint8 [H, W, 3]; None without it."""
-        of_retrieval = self.found.get("retrieval")
-        return None if of_retrieval is None else of_retrieval[WHOLE].picture()
+    def retrieved(self) -> retrieval.Retrieval | None:
+        """The scores of retrieval, if it was measured."""
+        return self.found.get("retrieval", {}).get(WHOLE)
 
     def lines(self, loss: bool = True) -> list[str]:
         """A line for each figure of each corpus, and for what was left out. `loss`: with the line

@@ -292,12 +292,20 @@ class Retrieval:
 
     # ---- reports
 
-    def picture(self) -> NDArray[np.uint8]:
-        """The scores by depth and length as RGB [H, W, 3]: the mean over tasks, then each task."""
+    @property
+    def tables(self) -> dict[str, NDArray]:
+        """Scores by depth and length [E, lengths]: the mean over tasks, then each task."""
         tables = {task: self.grid(task) for task in self.tasks}
-        if len(self.tasks) > 1:
-            tables = {"mean": self.grid(), **tables}
-        return heatmap.picture(tables, self.lengths)
+        return {"mean": self.grid(), **tables} if len(tables) > 1 else tables
+
+    def picture(self) -> str:
+        """The tables as SVG."""
+        return heatmap.picture(self.tables, self.lengths)
+
+    def images(self) -> dict[str, NDArray[np.uint8]]:
+        """The colours of the tables as RGB [H, W, 3], by their names in TensorBoard."""
+        named = self.tables.items()
+        return {f"retrieval/scores/{name}": heatmap.pixels(scores) for name, scores in named}
 
     def record(self) -> dict:
         """Everything for JSON."""

@@ -17,7 +17,7 @@ from longhaul.kinds import attention_kind
 from longhaul.parallel import apply
 from longhaul.vocab import vocab_stats
 from longhaul.vocab.loss import linear_cross_entropy
-from model import IGNORE, Decoder, KVCache, OnHost
+from model import IGNORE, Decoder, OnHost
 
 MustStop = Callable[[], bool]  # whether the run was asked to stop, the same on all ranks
 
@@ -83,30 +83,18 @@ class ModelScorer:
         return Scores(figures_SBT[0], figures_SBT[1].bool() if hits else None)
 
     @torch.no_grad()
-    def figures(
-        self,
-        item: Item,
-        head: Callable,
-        cache: KVCache | None = None,
-    ) -> Tensor:
+    def figures(self, item: Item, head: Callable) -> Tensor:
         """What `head` of Decoder.forward makes of an item's tokens, for callers that ask something
-        else than the scores of its labels. `cache`: the rows continue what it holds.
+        else than the scores of its labels.
         """
         with apply.eager(self.model):
-            found = self._forward(item, head, cache)
+            found = self._forward(item, head)
         apply.reshard(self.model)
         return found
 
-    def _forward(
-        self,
-        item: Item,
-        head: Callable,
-        cache: KVCache | None,
-    ) -> Tensor:
+    def _forward(self, item: Item, head: Callable) -> Tensor:
         tokens_BT = item.tokens_BT.to(self.device)
         labels_BT = item.labels_BT.to(self.device)
-        if cache is not None:
-            return self.model(tokens_BT, labels_BT, cache=cache, head=head)
         if self.chunk:
             sizes = text_sizes(item)
             return self._in_parts(tokens_BT, labels_BT, sizes, head)
@@ -198,7 +186,7 @@ def answers(
 
 def text_sizes(item: Item) -> list[list[int]]:
     """Tokens of each text of each row: of the documents of packed rows, else of whole rows."""
-    B, T = item.tokens_BT.shape
+    B, T = item.labels_BT.shape
     if item.doc_ids is None:
         return [[T]] * B
     sizes = []

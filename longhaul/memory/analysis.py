@@ -204,6 +204,14 @@ class FakePrompts(Patching):
         super()._mean_difference(tokens_BT)
         return float(tokens_BT is self.pairs.clean_BT)
 
+    def _patched_rows(self, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of one forward, which is as large as any."""
+        B, T = pairs.clean_BT.shape
+        R = min(self.rows, B * len(self.columns))
+        prompt_R = torch.zeros(R, dtype=torch.long, device="cpu")
+        where_RT = torch.zeros((R, T), dtype=torch.bool, device="cpu")
+        return prompt_R.clone(), prompt_R, where_RT
+
 
 @contextlib.contextmanager
 def on_fake_tensors(
@@ -229,7 +237,7 @@ def simulated(asked: Analysed, target: str, part: Callable) -> int:
     """Live bytes at the peak of a part: part(model, samples, asked)."""
     rows = min(asked.batch_size, asked.measures.num_samples)
     # the activations of all parts of a row are kept
-    every_tile = asked.measures.chunk > 0 and part is autoencoder
+    every_tile = asked.measures.chunk > 0 and part in (autoencoder, patching)
     longest = asked.longest if asked.measures.chunk else 0
     samples = FakeSamples(rows, asked.context_length, longest)
     with on_fake_tensors(asked.config, target, every_tile) as (tracker, model):
@@ -265,13 +273,19 @@ def distances(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:
 
 
 def patching(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:
-    """A layer's patches of one batch of prompts, at two spans and at the replaced tokens."""
+    """A layer's patches of one batch of prompts."""
     measures = asked.measures
     rows = min(asked.batch_size, measures.prompts)
     prompts_BT = torch.zeros((rows, measures.prompt_length), dtype=torch.long, device="cpu")
     token_B = torch.zeros(rows, dtype=torch.long, device="cpu")
     pairs = Pairs(prompts_BT, prompts_BT.clone(), token_B, token_B.clone())
-    found = FakePrompts(model, pairs, rows=asked.batch_size, most_spans=2, chunk=measures.chunk)
+    found = FakePrompts(
+        model,
+        pairs,
+        rows=asked.batch_size,
+        most_spans=measures.spans,
+        chunk=measures.chunk,
+    )
     found.layer(0)
 
 

@@ -8,10 +8,11 @@ PyTorch are declared in footprint/workspace.py.
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
 from base import machine
+from footprint.operators import is_fake
 from footprint.tracker import Tracker
 from footprint.workspace import KernelWorkspaces, signature
 from longhaul.memory.platforms import Bodies
@@ -99,7 +100,7 @@ def _on_meta(value):
 
 
 def _sparse_on_meta(value):
-    has_values = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+    has_values = isinstance(value, Tensor) and not is_fake(value)
     if has_values and value.dtype == torch.int64:
         return value
     return _on_meta(value)

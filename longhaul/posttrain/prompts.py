@@ -324,10 +324,6 @@ class CacheBehindPrompts(KVCache):
             )
         return super().rope(rotary, tokens, device)
 
-    def rewind(self, length: int) -> None:
-        """Forget what follows the first `length` positions; the prompt stays."""
-        super().rewind(max(0, length - self.prompt_length))
-
 
 class LayerHistory:
     """Keys and values of one layer, one tensor [B, T, G, K] of each for every forward so far."""

@@ -253,7 +253,8 @@ class Logger:
         record = {"step": step, "time": time.time()} | report.record()
         self._attempt(_append_line, self.evaluations, record)
         self.scalars(step, report.scalars())
-        self.picture(step, "retrieval/scores", report.heatmap)
+        if report.retrieved:
+            self.images(step, report.retrieved.images())
         for line in "\n".join(report.lines(loss=False)).splitlines():
             self.say(f"  {line}")
 
@@ -263,10 +264,11 @@ class Logger:
             if self.board is not None and isinstance(value, (int, float)):
                 self._attempt(self.board.add_scalar, name, value, step)
 
-    def picture(self, step: int, name: str, image: NDArray | None):
-        """An image [H, W, 3] in TensorBoard, unless it is None."""
-        if self.board is not None and image is not None:
-            self._attempt(self.board.add_image, name, image.transpose(2, 0, 1), step)
+    def images(self, step: int, named: dict[str, NDArray]):
+        """TensorBoard images [H, W, 3]."""
+        for name, image in named.items():
+            if self.board is not None:
+                self._attempt(self.board.add_image, name, image.transpose(2, 0, 1), step)
 
     def text(self, step: int, name: str, text: str):
         """A text in TensorBoard, unless it is empty."""

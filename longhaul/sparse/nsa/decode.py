@@ -32,7 +32,6 @@ class NSAState(BlockCache):
     win_2BwGK   a ring of the last w keys and values of the window; None with kv="shared"
     """
 
-    by_position = False
     clock = None
 
     def __init__(

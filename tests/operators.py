@@ -1,29 +1,15 @@
-"""Operators one at a time: the peak predicted for a CPU against the allocator's own record.
-
-    python -m benchmarks.operators [--only NAME ...] [--all]
-
-A table of about 250 operators is generated from lists of names: each runs forward and backward on a
-matrix of N x N, as it lies and turned, in fp32 and bf16, and operators of two matrices also with a
-second one of another dtype; then forward alone, and with the gradient of a sum. What differs by
-more than 0.1% and is named by no entry of `not_modelled` is listed, and then the exit code is 1;
---all lists everything.
+"""A table of 430 operators of PyTorch, generated from lists of names: each takes a matrix of N x N.
+Operators of two matrices also have rows with a second one of another dtype.
 """
 
 import functools
-import sys
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from base.flags import Parser
-from footprint import Refused, measure, predict
-
 N = 512
-BOUND = 1e-3
 Operator = Callable[[Tensor], object]
 
 
@@ -303,98 +289,3 @@ FORMS: dict[str, Operator] = {
     "without gradients": lambda x: x.detach() * 0.9,
     SUMMED: lambda x: x * 0.9,
 }
-
-
-# ---- one at a time
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Bytes of one operator in one form, or why there are none."""
-
-    name: str
-    form: str
-    predicted: int = 0
-    recorded: int = 0
-    named: str = ""  # what the prediction says that it leaves out
-    reason: str = ""
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.recorded - 1 if self.recorded else 0.0
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the prediction is wrong and does not say so."""
-        return abs(self.error) > BOUND and not self.named and not self.reason
-
-    @property
-    def text(self) -> str:
-        sizes = f"{self.predicted:>12,}{self.recorded:>12,}{self.error:>+10.2%}"
-        return f"{sizes}  {self.name} {self.form}  {self.named or self.reason}".rstrip()
-
-
-def first_tensor(result: object) -> Tensor | None:
-    """The first tensor of numbers that has a gradient."""
-    given = result if isinstance(result, tuple | list) else [result]
-    for value in given:
-        if isinstance(value, Tensor) and value.requires_grad:
-            return value
-    return None
-
-
-def compare(name: str, form: str) -> Comparison:
-    """One operator, forward and backward, in the second of two steps."""
-
-    def build() -> Tensor:
-        return torch.rand(N, N, requires_grad=True)
-
-    def step(x: Tensor) -> None:
-        x.grad = None
-        result = operators()[name](FORMS[form](x))
-        found = first_tensor(result)
-        if found is not None:
-            one = torch.ones(()) if form == SUMMED else torch.ones_like(found)
-            found.backward(one.expand(found.shape))
-
-    try:
-        recorded = measure(build, step)
-    except (RuntimeError, TypeError) as error:
-        return Comparison(name, form, reason=f"does not run: {str(error).splitlines()[0][:60]}")
-    try:
-        report = predict(build, step, "cpu")
-    except Refused as error:
-        return Comparison(name, form, reason=f"refused: {error}")
-    return Comparison(name, form, report.peak, recorded, "; ".join(report.not_modelled))
-
-
-def comparisons(names: list[str]) -> Iterator[Comparison]:
-    for name in names:
-        for form in FORMS:
-            yield compare(name, form)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = Parser(prog="python -m benchmarks.operators", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=operators(), metavar="NAME")
-    parser.add_argument("--all", action="store_true", help="list what agrees, too")
-    asked = parser.parse_args(arguments)
-
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    print(f"{'predicted':>12}{'recorded':>12}{'error':>10}  operator (bytes)")
-    found = []
-    for comparison in comparisons(asked.only or list(operators())):
-        found.append(comparison)
-        if asked.all or comparison.is_silent:
-            print(comparison.text, flush=True)
-    silent = sum(comparison.is_silent for comparison in found)
-    ran = [comparison for comparison in found if not comparison.reason]
-    close = sum(abs(comparison.error) <= BOUND for comparison in ran)
-    print(f"{len(found)} cases of {len(operators())} operators: {len(ran)} compared, ", end="")
-    print(f"{close} within 0.1%, {len(ran) - close - silent} named, {silent} silently wrong")
-    return 1 if silent else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

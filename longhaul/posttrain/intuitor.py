@@ -136,8 +136,8 @@ def require_known(reward: str) -> None:
     """ValueError for a reward that is neither a name nor a function of a file."""
     if reward not in REWARDS and not names_function(reward):
         raise ValueError(
-            f"--reward {reward} is unknown: give one of {', '.join(REWARDS)}, or FILE.py:FUNCTION, "
-            "a function of your own (docs/LAB.md)"
+            f"--reward {reward!r} is unknown: give one of {', '.join(REWARDS)}, or "
+            "FILE.py:FUNCTION, a function of your own (docs/LAB.md)"
         )
 
 

@@ -36,7 +36,7 @@ from footprint.measure import peak_bytes, saved_bytes
 from longhaul.dist import World, named_device
 from longhaul.kernels import loss_path
 from longhaul.memory.plan import available_gib
-from longhaul.memory.users_file import UsersFile, told_in_one_line
+from longhaul.users_file import named_function, told_in_one_line
 from longhaul.vocab import linear_cross_entropy
 from longhaul.vocab.check import (
     CHECKS,
@@ -264,17 +264,18 @@ def users_loss(words: str) -> Callable:
     if not place or not name:
         raise ValueError(f"--loss {words} names no function: give FILE.py:FUNCTION")
 
-    file = UsersFile(place) if place.endswith(".py") else None
+    if place.endswith(".py"):
+        return named_function("--loss", words)
     try:
         with told_in_one_line():
-            module = file.load() if file else import_from_here(place)
+            module = import_from_here(place)
     except ModuleNotFoundError as error:
         raise ValueError(f"--loss {words}: {error}: give FILE.py:FUNCTION, or install it") from None
 
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"--loss {words}: {place} has no function {name}: give one that it has")
-    return file.function(function) if file else function
+    return function
 
 
 def import_from_here(module: str):

@@ -1,4 +1,6 @@
-"""Sampling over the KV cache: filters, prefill, one token at a time. V vocabulary, T tokens."""
+"""Text of one model: a prompt is filled into the KV cache, and tokens follow one at a time. V
+vocabulary, T tokens.
+"""
 
 from collections.abc import Callable, Collection, Iterator
 
@@ -7,6 +9,7 @@ from torch import Tensor
 
 from longhaul.clock import ClockedCache, takes_clock
 from longhaul.kinds import attention_kind
+from longhaul.sampling import check_sampling, decode, draw, uniforms
 from model import Decoder, KVCache, ModelConfig
 
 Step = Callable[[], Tensor]
@@ -16,7 +19,7 @@ TEMPERATURE = 0.8
 TOP_K = 50
 TOP_P = 1.0
 
-NO_TOKEN = -1  # what is chosen from logits that are NaN
+NO_TOKEN = -1  # in place of one that is drawn from logits that are NaN or infinite
 
 # Prompt tokens per forward, which bounds activations. NSA takes a prompt whole.
 PREFILL_CHUNK = 4096
@@ -24,45 +27,6 @@ PREFILL_CHUNK = 4096
 
 class NotANumber(ValueError):
     """A model whose logits are NaN, of which nothing can be sampled."""
-
-
-def filtered(logits_V: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Probabilities [V] in fp32 after temperature, top-k and nucleus filtering (Holtzman et al.
-    2020), in this order.
-
-    top_k 0 and top_p 1 filter nothing. The nucleus is the smallest set of the most probable tokens
-    whose probabilities add up to top_p or more.
-    """
-    logits_V = logits_V.float() / temperature
-    if top_k:
-        smallest = logits_V.topk(min(top_k, len(logits_V))).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < smallest, -torch.inf)
-
-    p_V = logits_V.softmax(-1)
-    if top_p < 1:
-        sorted_p_V, order_V = p_V.sort(descending=True)
-        mass_before_V = sorted_p_V.cumsum(-1) - sorted_p_V
-        sorted_p_V = sorted_p_V.masked_fill(mass_before_V >= top_p, 0.0)
-        p_V = p_V.scatter(0, order_V, sorted_p_V)  # an index by a mask would wait for the device
-    return p_V / p_V.sum()
-
-
-# Temperatures that can be sampled with. Below, logits overflow; above, all tokens are alike.
-COLDEST = 1e-6
-HOTTEST = 1e3
-
-
-def check_sampling(temperature: float, top_k: int, top_p: float):
-    """ValueError for settings that cannot be sampled with; temperature 0 is greedy."""
-    if temperature != 0 and not COLDEST <= temperature <= HOTTEST:
-        raise ValueError(
-            f"temperature {temperature:g} is out of range: give 0 for the most probable token, or "
-            f"{COLDEST:g} to {HOTTEST:g}"
-        )
-    if top_k < 0:
-        raise ValueError(f"top_k {top_k} is out of range: give at least 1, or 0 for all tokens")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p {top_p} is out of range: give a number above 0 and at most 1")
 
 
 def cache_bytes(config: ModelConfig, tokens: int) -> int:
@@ -86,7 +50,7 @@ def generate(
     captured: bool = False,
 ) -> Iterator[int]:
     """Yield sampled token ids one by one, ending before any of `stop_ids`; NotANumber if the
-    model's logits are. Equal seeds give equal tokens on equal devices.
+    model's logits are. It draws as a rollout does the first response to its prompt 0 in step 0.
 
     `vocab_size`: only ids below it, since a model's vocabulary may be larger than its tokenizer's.
     `captured`: on CUDA a step is a CUDA graph, if the attention can decode at fixed shapes. It is
@@ -99,7 +63,7 @@ def generate(
             "1 of each"
         )
     device = model.embed.weight.device
-    generator = torch.Generator(device).manual_seed(seed)
+    uniform_T = torch.from_numpy(uniforms(seed, 0, [0], 1, max_new_tokens)[0, 0]).to(device)
     capacity = len(prompt) + max_new_tokens
     cache = model.new_cache(1, capacity)
 
@@ -112,9 +76,14 @@ def generate(
     if captured and device.type == "cuda" and takes_clock(cache, model.config):
         next_logits = CapturedSteps(model, ClockedCache(cache, 1, capacity, device), cuda_graph)
 
-    logits_V = next_logits(prompt_1T[:, -1:])
-    for number in range(1, max_new_tokens + 1):
-        token_1 = _choose(logits_V[:vocab_size], temperature, top_k, top_p, generator)
+    def next_token(position: int, token_11: Tensor) -> Tensor:
+        logits_1V = next_logits(token_11)[None, :vocab_size]
+        uniform_1 = uniform_T[position : position + 1]
+        token_1 = draw(logits_1V, uniform_1, temperature, top_k, top_p)
+        return token_1.where(logits_1V.amax(-1).isfinite(), NO_TOKEN)
+
+    tokens = decode(next_token, prompt_1T[:, -1:], lambda token_1: token_1[None], max_new_tokens)
+    for number, token_1 in enumerate(tokens, 1):
         token = int(token_1)  # the only synchronisation of a step
         if token == NO_TOKEN:
             raise NotANumber(
@@ -124,8 +93,6 @@ def generate(
         if token in stop_ids:
             return
         yield token
-        if number < max_new_tokens:
-            logits_V = next_logits(token_1.view(1, 1))
 
 
 @torch.no_grad()
@@ -149,23 +116,6 @@ def prompt_part(config: ModelConfig, length: int) -> int:
     """Tokens of a prompt of `length` that a forward takes at most."""
     in_parts = attention_kind(config).prompt_in_parts
     return min(PREFILL_CHUNK, length) if in_parts else length
-
-
-def _choose(
-    logits_V: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    generator: torch.Generator,
-) -> Tensor:
-    """The next token [1], on the device; NO_TOKEN if there are no probabilities. Drawn from NaN, a
-    token would end the process on CUDA.
-    """
-    if temperature == 0:
-        return logits_V.argmax(-1, keepdim=True).where(~logits_V.isnan().any(), NO_TOKEN)
-    p_V = filtered(logits_V, temperature, top_k, top_p)
-    token_1 = torch.multinomial(p_V.nan_to_num(1.0), 1, generator=generator)
-    return token_1.where(~p_V.isnan().any(), NO_TOKEN)
 
 
 # ---- steps as CUDA graphs

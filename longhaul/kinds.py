@@ -43,8 +43,6 @@ class Kind:
     refused_prompts: str = "which is not full causal attention"
     # The submodule that learns from a loss of its own, which the rest of the model does not see.
     learner: str = ""
-    # What each layer measures in a forward that learns, for the log.
-    figures: tuple[str, ...] = ()
 
     @classmethod
     def check(cls, config: ModelConfig, device: Device | None = None) -> None:
@@ -64,6 +62,13 @@ class Kind:
     def is_learner(cls, name: str) -> bool:
         """Whether the parameter of this name learns from a loss of its own."""
         return cls.learner in name.split(".")
+
+    @classmethod
+    def objective(cls, inner, state):
+        """The objective of a step of `state`: `inner`, or one around it if layers have losses of
+        their own.
+        """
+        return inner
 
     @classmethod
     def identity(cls, config: ModelConfig) -> dict:
@@ -196,8 +201,7 @@ class IndexedKind(SelectedKind):
     config = indexer.Indexed
     is_qwen3 = False
     starts_fresh = ("indexer",)
-    learner = "indexer"
-    figures = indexer.FIGURES
+    learner = indexer.LEARNER
     refused_exchanges = {
         "ulysses": "whose groups share one index key",
         "gather_kv": "whose queries choose blocks over the whole row",
@@ -206,6 +210,10 @@ class IndexedKind(SelectedKind):
         "compile": "whose indexer's loss leaves the layer",
         "attention_head_groups": "whose groups share one index key",
     }
+
+    @classmethod
+    def objective(cls, inner, state):
+        return indexer.IndexerObjective(inner, state)
 
     @classmethod
     def check(cls, config: ModelConfig, device: Device | None = None) -> None:

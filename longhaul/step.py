@@ -17,7 +17,6 @@ from longhaul import dist, kernels, optim
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
 from longhaul.parallel import apply
-from longhaul.sparse.indexer import figures, own_losses
 from model import IGNORE, Decoder, ModelConfig, OnHost
 
 MicroBatch = dict[str, Tensor | OnHost]  # what an objective's loss reads
@@ -28,8 +27,11 @@ ONE_PROCESS = dist.World()
 class Objective(Protocol):
     """What a step minimises: sum of `loss` over all micro-batches of all ranks.
 
-    Pretraining's is `NextToken`; longhaul/posttrain/ has those of post-training.
+    Pretraining's is `NextToken`; longhaul/posttrain/ has those of post-training. One may stand
+    around another, such as that of layers with losses of their own.
     """
+
+    measures: tuple[str, ...] = ()  # what `after_backward` returns, by name
 
     def weight(self, micro: MicroBatch) -> Tensor:
         """What a micro-batch adds to the divisor of the loss, such as its valid tokens: a whole
@@ -46,8 +48,14 @@ class Objective(Protocol):
         ranks run at the same time; the host knows them without waiting for the device.
         """
 
+    def after_backward(self, model: Decoder) -> Tensor:
+        """Called behind the backward of each micro-batch: figures of it, [2, measures], which are
+        sums and by what they are to be divided.
+        """
+        return torch.empty((2, len(self.measures)), device=model.norm.weight.device)
 
-class NextToken:
+
+class NextToken(Objective):
     """The mean cross-entropy of the next token. A micro-batch is Decoder.forward's arguments."""
 
     def weight(self, micro: MicroBatch) -> Tensor:
@@ -76,8 +84,7 @@ class TrainState:
     # whether a first step has checked its labels, at the cost of a host synchronisation
     checked: bool = False
     data: dict = field(default_factory=dict)  # the loader's state, as the checkpoint keeps it
-    # what the layers measured in the newest step, on this rank, as `indexer.figures`
-    figures: Tensor | None = None
+    figures: Tensor | None = None  # of the newest step on this rank, as `after_backward`
     weight: Tensor | None = None  # of the newest step, as `count_valid`
     listeners: list[Callable[[str], None]] = field(default_factory=list)  # of the step's stages
 
@@ -97,7 +104,7 @@ class StepResult:
     weight: Tensor  # what it is the mean over: pretraining's global valid tokens
     grad_norm: Tensor  # before clipping
     lr: float
-    # what the layers measured, by name; NaN if there was nothing to measure
+    # what the objective measured, by name; NaN if there was nothing to measure
     figures: dict[str, Tensor] = field(default_factory=dict)
     # whether the gradient norm was NaN or infinite on any rank, so that none took the step
     skipped: bool = False
@@ -151,7 +158,9 @@ def fill(
     device = torch.device(device)
     materialise(model, cfg.seed, device)
     optimizer = optim.build_optimizer(model, cfg)
-    return TrainState(cfg, model, optimizer, device, world, mesh)
+    state = TrainState(cfg, model, optimizer, device, world, mesh)
+    state.objective = attention_kind(model.config).objective(state.objective, state)
+    return state
 
 
 def materialise(model: Decoder, seed: int, device: torch.device):
@@ -253,29 +262,12 @@ def gradients(
         if index and must_stop is not None and must_stop():
             state.optimizer.zero_grad(set_to_none=True)
             return None
-        with own_losses(model, warming(state)) as own:
-            loss = state.objective.loss(model, micro, divisor)
-            loss = own.added_to(loss, divisor)
-            (loss * state.world.size).backward()
+        loss = state.objective.loss(model, micro, divisor)
+        (loss * state.world.size).backward()
+        measured.append(state.objective.after_backward(model))
         total += loss.detach()
-        measured.append(figures(model))
     state.figures = torch.stack(measured).sum(0)
-    if warming(state):
-        keep_learners(model)
     return total
-
-
-def warming(state: TrainState) -> bool:
-    """Whether this step is of the indexer's dense warm-up."""
-    return state.step < state.cfg.dense_steps
-
-
-def keep_learners(model: Decoder):
-    """Drop the gradients of all parameters but the indexers', so that only these change."""
-    kind = attention_kind(model.config)
-    for name, parameter in model.named_parameters():
-        if not kind.is_learner(name):
-            parameter.grad = None
 
 
 def set_learning_rate(state: TrainState):
@@ -324,7 +316,7 @@ def update(state: TrainState, batch: list[MicroBatch], local_loss: Tensor) -> St
 
 
 def _figures(state: TrainState, sums: list[Tensor]) -> dict[str, Tensor]:
-    """What the layers of all ranks measured, by name."""
-    names = attention_kind(state.model.config).figures
+    """What the objective measured on all ranks, by name."""
+    names = state.objective.measures
     totals, counts = sums[: len(names)], sums[len(names) :]
     return {name: total / count for name, total, count in zip(names, totals, counts, strict=True)}

@@ -22,11 +22,11 @@ from longhaul.generate import (
     TOP_P,
     cache_bytes,
     cast_matrices,
-    check_sampling,
     generate,
 )
 from longhaul.kinds import attention_kind
 from longhaul.memory.plan import available_gib
+from longhaul.sampling import check_sampling
 from model import GIB, ModelConfig
 from scripts.source import Source, SourceConfig, tokenizer_of
 

@@ -39,7 +39,13 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
         "longhaul.lengths",
         "longhaul.staging",
     },
-    {"longhaul.clock", "longhaul.kinds", "longhaul.optimizers"},
+    {
+        "longhaul.clock",
+        "longhaul.kinds",
+        "longhaul.optimizers",
+        "longhaul.sampling",
+        "longhaul.users_file",
+    },
     {"longhaul.config_checks"},
     {
         "longhaul.config",

@@ -462,6 +462,9 @@ grade --blocks sel_count=3
 intuitor --group_size 0
 intuitor --checkpoint /nonexistent
 intuitor --data {text}
+intuitor --reward curiosity
+intuitor --reward {text}:length
+intuitor --reward /nonexistent.py:length
 reward --checkpoint {folder}
 reward --checkpoint {torn_run}
 reward --data {text}

@@ -25,10 +25,10 @@ from longhaul.generate import (
     cache_bytes,
     cast_matrices,
     cuda_graph,
-    filtered,
     generate,
 )
 from longhaul.kinds import StandardKind
+from longhaul.sampling import draw, filtered
 from longhaul.sparse.indexer import Indexed
 from model import ModelConfig, NSAConfig, Standard
 from scripts import evaluate as evaluate_script
@@ -60,6 +60,17 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_mass():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     for mass, kept in ((0.4, 1), (0.5, 1), (0.51, 2), (0.8, 2), (0.96, 4), (1.0, 4)):
         assert int((filtered(logits, 1.0, 0, mass) > 0).sum()) == kept, mass
+
+
+@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (2, 1.0), (0, 0.6), (3, 0.7)])
+def test_rows_are_drawn_with_the_probabilities_that_filters_leave(top_k, top_p):
+    logits = torch.tensor([[0.5, -1.0, 2.0, 0.1], [0.0, 1.0, -1.0, 0.3]])
+    uniform = torch.arange(20_000, dtype=torch.float64).repeat_interleave(2) / 20_000
+    drawn = draw(logits.repeat(20_000, 1), uniform, 0.8, top_k, top_p).view(-1, 2)
+    for row in (0, 1):
+        p = filtered(logits[row], 0.8, top_k, top_p)
+        share = drawn[:, row].bincount(minlength=4) / len(drawn)
+        assert (share - p / p.sum()).abs().max() < 2e-4
 
 
 def test_a_low_temperature_sharpens_and_a_high_one_flattens():

@@ -1,7 +1,6 @@
 """GRADE against a dense float64 version, top-k against the published method, and its objective."""
 
 import dataclasses
-import functools
 import math
 import re
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from data.order import mix
-from longhaul import dist, kernels, step
+from longhaul import dist, kernels, sampling, step
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt
 from longhaul.kinds import KINDS
@@ -25,7 +24,7 @@ B = 3
 P = 4
 T = 5
 EOD = 7
-KINDS_OF_METHOD = ["gumbel", "gumbel_legacy", "reinforce"]
+KINDS_OF_METHOD = ["gumbel", "gumbel_legacy"]
 CPU = torch.device("cpu")
 SHAPE = dict(
     vocab_size=V,
@@ -159,7 +158,7 @@ def test_loss_and_gradients_are_those_of_the_dense_float64_version(method, topk,
     given = micro(method=method)
     noise = torch.stack(
         [
-            grade.hashed_noise(given["seed_B"], position, torch.arange(V).expand(B, V))
+            sampling.hashed_noise(given["seed_B"], position, torch.arange(V).expand(B, V))
             for position in range(T)
         ]
     )
@@ -238,13 +237,13 @@ def test_nothing_counts_after_the_end_of_the_document(method):
 
 def test_bits_are_those_of_the_loader():
     numbers = np.array([0, 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15], dtype=np.uint64)
-    found = grade.mix_bits(torch.from_numpy(numbers.view(np.int64)))
+    found = sampling.mix_bits(torch.from_numpy(numbers.view(np.int64)))
     assert np.array_equal(found.numpy().view(np.uint64), mix(numbers))
 
 
 def test_noise_is_gumbel_noise():
-    seed_B = grade.row_seeds(0, 0, range(8))
-    noise = grade.hashed_noise(seed_B, 0, torch.arange(50_000).expand(8, -1)).double()
+    seed_B = sampling.row_seeds(0, 0, range(8))
+    noise = sampling.hashed_noise(seed_B, 0, torch.arange(50_000).expand(8, -1)).double()
     assert abs(float(noise.mean()) - 0.57721) < 0.01
     assert abs(float(noise.var()) - math.pi**2 / 6) < 0.02
     assert noise.isfinite().all()
@@ -253,9 +252,9 @@ def test_noise_is_gumbel_noise():
 
 
 def test_seeds_depend_on_the_seed_the_step_and_the_prompt_only():
-    first = grade.row_seeds(0, 5, [0, 1, 2, 3])
-    assert torch.equal(grade.row_seeds(0, 5, [2, 3]), first[2:])
-    others = [grade.row_seeds(0, 6, [0]), grade.row_seeds(1, 5, [0]), first[1:2], first[:1]]
+    first = sampling.row_seeds(0, 5, [0, 1, 2, 3])
+    assert torch.equal(sampling.row_seeds(0, 5, [2, 3]), first[2:])
+    others = [sampling.row_seeds(0, 6, [0]), sampling.row_seeds(1, 5, [0]), first[1:2], first[:1]]
     assert len({int(seed) for seed in others}) == 4
 
 
@@ -375,67 +374,15 @@ def test_frozen_embeddings_stay_and_have_no_gradient():
     assert not torch.equal(layer, layer_before)
 
 
-# ---- REINFORCE
-
-
-def test_reinforce_is_the_gradient_of_the_probabilities_of_what_was_drawn():
-    options = settings(method="reinforce", group_size=3, kl_coef=0.2)
-    policy, reference = decoder(0), decoder(1)
-    reward = reward_model()
-    given = micro()
-    loss = GradeObjective(options, reference, reward).loss(policy, given, torch.tensor(float(B)))
-
-    numbers = torch.arange(1, 4)
-    golden = grade._signed(grade.GOLDEN)
-    seeds = grade.mix_bits(given["seed_B"][:, None] + numbers * golden).flatten()
-    prompts_RP = given["prompts_BP"].repeat_interleave(3, 0)
-    tokens_RT = grade.respond(policy, prompts_RP, seeds, T)
-    counts_RT = grade.counted(tokens_RT, EOD).double()
-
-    policy64, reference64 = (decoder(s, compute_dtype="float64").double() for s in (0, 1))
-    reward64 = reward_model(compute_dtype="float64").double()
-    rows = torch.cat([prompts_RP, tokens_RT], 1)[:, :-1]
-
-    def log_probabilities(model):
-        return (model.hidden(rows)[:, P - 1 :] @ model.lm_head.weight.t()).log_softmax(-1)
-
-    logp, logq = log_probabilities(policy64), log_probabilities(reference64).detach()
-    kl = (logp.exp() * (logp - logq)).sum(-1)
-    drawn = logp.gather(-1, tokens_RT[..., None])[..., 0]
-    r = reward64.forward_hard(prompts_RP, tokens_RT, counts_RT).view(B, 3)
-    baseline = torch.stack([r[:, [1, 2]].mean(1), r[:, [0, 2]].mean(1), r[:, [0, 1]].mean(1)], 1)
-    advantage = (r - baseline).flatten()
-    mean_kl = (kl * counts_RT).sum(1) / counts_RT.sum(1)
-    wanted = (0.2 * mean_kl - advantage * (drawn * counts_RT).sum(1)).mean()
-
-    assert abs(float((loss - wanted).detach())) < 1e-5
-    assert_near(gradients(loss, policy), gradients(wanted, policy64), 1e-4)
-
-
-def test_responses_are_drawn_from_the_models_distribution():
-    model = decoder(0)
-    rows = 4000
-    prompt = prompts(1).expand(rows, P)
-    tokens = grade.respond(model, prompt, grade.row_seeds(0, 0, range(rows)), 1)[:, 0]
-    p_V = (model.hidden(prompt[:1])[0, -1] @ model.lm_head.weight.t()).softmax(-1)
-    share_V = tokens.bincount(minlength=V) / rows
-    assert (share_V - p_V).abs().sum() < 0.12
-
-
 # ---- a padded vocabulary
 
 
 @pytest.mark.parametrize("method", KINDS_OF_METHOD)
-def test_padding_of_the_vocabulary_is_never_drawn(method):
-    prompt = prompts(1).expand(64, P)
-    drawn = functools.partial(grade.respond, decoder(0), prompt, torch.arange(64), T)
-    assert drawn().max() >= 30 > drawn(vocab_size=30).max()
-
+def test_padding_of_the_vocabulary_is_never_mixed(method):
     options = settings(method=method, gumbel_topk=0, vocab_size=30)
     objective = GradeObjective(options, decoder(1), reward_model())
     objective.loss(decoder(0), micro(), torch.tensor(1.0))
-    mass = objective.figures()["topk_mass"]
-    assert mass == 1 if method == "reinforce" else 0.1 < mass < 0.9
+    assert 0.1 < objective.figures()["topk_mass"] < 0.9
     assert objective.advice == ""  # no --gumbel_topk would change it
 
 
@@ -457,7 +404,7 @@ def test_the_number_that_is_told_leaves_out_padding():
         (dict(tau_end=float("nan")), "--tau_end nan is no temperature"),
         (dict(max_new_tokens=0), "--max_new_tokens 0 is no response"),
         (dict(kl_coef=-0.1), "--kl_coef -0.1"),
-        (dict(method="reinforce", group_size=1), "--group_size 1"),
+        (dict(method="reinforce"), "--method 'reinforce' is unknown"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(options, words):
@@ -484,7 +431,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated(options, shap
         settings(**options).check(policy, reward, shapes.get("prompt", P), 16)
 
 
-@pytest.mark.parametrize("method", ["gumbel", "gumbel_legacy", "ste_legacy", "reinforce"])
+@pytest.mark.parametrize("method", ["gumbel", "gumbel_legacy", "ste_legacy"])
 def test_what_fits_is_not_refused(method):
     config = ModelConfig(**SHAPE)
     unread = V + 1 if method != "gumbel" else V
@@ -534,8 +481,7 @@ def test_numbers_that_went_wrong_end_the_run_with_step_temperature_and_logit(met
         policy.norm.weight[3] = math.nan
     objective.loss(policy, micro(), torch.tensor(1.0))
     figures = objective.figures()
-    at = "" if method == "reinforce" else r"at tau 1\.26, "
-    said = rf"step 4: .*kl.* not finite {at}with a largest finite \|logit\| of [0-9.]+: "
+    said = r"step 4: .*kl.* not finite at tau 1\.26, with a largest finite \|logit\| of [0-9.]+: "
     with pytest.raises(NumericalHalt, match=said):
         objective.require_finite(figures)
 
@@ -575,24 +521,3 @@ def test_in_bf16_nothing_is_rounded_between_hidden_states_and_probabilities():
     for mine, theirs, wanted, bound in zip(found, rounded, exact, bounds, strict=True):
         assert (mine - wanted).abs().max() <= bound * wanted.abs().max()
         assert (theirs - wanted).abs().max() > 1e-2 * wanted.abs().max()
-
-
-def test_a_drawn_token_is_scored_as_exactly():
-    options = settings(method="reinforce", kl_coef=0.0)
-    low = [decoder(seed, compute_dtype="bfloat16") for seed in (0, 1)]
-    tokens_BT = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(3))
-    objective = GradeObjective(options, low[1], reward_model())
-    counts_BT = torch.ones(B, T)
-    found = objective._statistics(low[0], micro(), prompts(), tokens_BT, counts_BT)
-
-    rows_BT = torch.cat([prompts(), tokens_BT], 1)[:, :-1]
-    logp = [
-        (model.hidden(rows_BT)[:, P - 1 :].double() @ model.lm_head.weight.double().t())
-        .log_softmax(-1)
-        .detach()
-        for model in low
-    ]
-    kl_BT = (logp[0].exp() * (logp[0] - logp[1])).sum(-1)
-    logprob_BT = logp[0].gather(2, tokens_BT[..., None])[..., 0]
-    torch.testing.assert_close(found[0].double(), logprob_BT, atol=1e-5, rtol=0)
-    torch.testing.assert_close(found[1].double(), kl_BT, atol=1e-5, rtol=0)

@@ -176,16 +176,6 @@ def test_a_run_that_is_extended_says_how_tau_jumps():
     checkpoint = SimpleNamespace(step=4, config=recorded, **torch_now)
     said = "changed since the checkpoint: max_steps 4 -> 7 (tau 0.5 -> 0.794)"
     assert resume.changes(checkpoint, longer) == [said]
-    drawn = dataclasses.replace(longer, method="reinforce")
-    assert not any("tau" in line for line in resume.changes(checkpoint, drawn))
-
-
-@pytest.mark.slow
-def test_the_tokens_of_all_responses_of_a_prompt_are_counted(folder, tmp_path):
-    run(folder, tmp_path, "--method reinforce --max_steps 1")
-    (record,) = [record for record in records(tmp_path) if "loss" in record]
-    # of two micro-batches
-    assert record["tokens"] == 4 * GradeConfig().group_size * (reviews.PROMPT + 4)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,10 @@ from data.prompts import Prompt
 from data.writer import TokenizedDocument, write_dataset
 from longhaul import kernels, step
 from longhaul.config import TrainConfig
-from longhaul.exits import Halt
-from longhaul.posttrain import intuitor, policy, rollout
+from longhaul.exits import BAD_INPUT, Halt
+from longhaul.posttrain import intuitor, policies, policy, rollout
 from longhaul.posttrain.intuitor import Answers, Counts, Guard, Intuitor, Settings
+from longhaul.posttrain.own_reward import OwnReward
 from longhaul.posttrain.policy import PolicyLoss, PolicyObjective
 from longhaul.posttrain.rollout import Sample, Sampling
 
@@ -46,10 +48,12 @@ def sample(tokens: list[int], certainty: list[float] | None = None, truncated=Fa
 
 def made(**changes) -> tuple[Intuitor, list[dict]]:
     """Intuitor after a step over four prompts, and the micro-batches."""
+    own_reward = changes.pop("own_reward", None)
     settings = Settings(**{"context_length": 20, "prompts_per_micro_batch": 2} | changes)
     model = kernels.decoder(TRAIN.model(), seed=1)
     reference = kernels.decoder(TRAIN.model(), seed=2).requires_grad_(False)
-    found = Intuitor(settings, SAMPLING, LOSS, Answers(END, MARK), model, reference)
+    answers = Answers(END, MARK)
+    found = Intuitor(settings, SAMPLING, LOSS, answers, model, reference, own_reward=own_reward)
     return found, found.batch(3, prompts())
 
 
@@ -192,6 +196,81 @@ def test_a_kl_in_the_reward_is_that_of_whole_responses():
     for index, sampled in enumerate(samples):
         gap = sampled.logprob_T.sum() - of_reference.logprob[index].sum()
         assert float(plain[index] - penalised[index]) == pytest.approx(0.5 * float(gap), abs=1e-5)
+
+
+# ---- a reward of one's own
+
+
+def spelled(ids: Sequence[int]) -> str:
+    return "".join(chr(ord("a") + index) for index in ids)
+
+
+def own(folder: Path, body: str, parameters: str = "texts") -> OwnReward:
+    file = folder / f"mine_{len(list(folder.iterdir()))}.py"  # a file is read once
+    file.write_text(f"def worth({parameters}):\n    {body}\n")
+    return OwnReward(f"{file}:worth", spelled)
+
+
+def test_a_reward_by_length_gives_longer_responses_the_larger_advantage(tmp_path):
+    by_length = own(tmp_path, "return [len(text) for text in texts]")
+    found, micros = made(reward=by_length.words, own_reward=by_length)
+    sampled = rollout.sample(found.model, prompts(), SAMPLING, step=3)
+
+    expected = []
+    lengths = []
+    for group in sampled:
+        # the end is no part of a text
+        length_G = [len(one.tokens_T) - (not one.truncated) for one in group if not one.empty]
+        mean, deviation = np.mean(length_G), np.std(length_G, ddof=1)
+        expected += [(length - mean) / (deviation + 1e-6) for length in length_G]
+        lengths += length_G
+    given = [advantage for micro in micros for advantage in advantages(micro)]
+    assert given == pytest.approx(expected, abs=1e-5)
+    assert found.figures()["reward"] == pytest.approx(np.mean(lengths))
+
+
+def test_a_reward_of_ones_own_may_read_the_prompts(tmp_path):
+    body = "return [text.count(prompt[0]) for text, prompt in zip(texts, prompts)]"
+    asked = own(tmp_path, body, "texts, prompts, factor=1")
+    assert asked.of_group([2, 5], [[2, 2, 1], [], [5]]).tolist() == [2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return [1.0]",
+        "return [float('nan'), 1.0]",
+        "return None",
+        "return 'no'",
+        "return [1 / 0 for text in texts]",
+    ],
+)
+def test_what_goes_wrong_in_it_ends_the_run_with_its_file_and_line(body, tmp_path):
+    with pytest.raises(Halt) as halt:
+        own(tmp_path, body).of_group([1], [[2], [3]])
+    assert halt.value.exit_code == BAD_INPUT
+    assert re.search(r"mine_0\.py:[12]\b", str(halt.value))
+
+
+@pytest.mark.parametrize("parameters", ["", "texts, answers", "*, texts"])
+def test_a_function_that_takes_other_things_is_refused(parameters, tmp_path):
+    with pytest.raises(ValueError, match=r"mine_0\.py:1\b"):
+        own(tmp_path, "return []", parameters)
+
+
+def test_a_file_without_the_function_or_with_an_error_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("number = 1 / 0\n")
+    (tmp_path / "empty.py").write_text("")
+    for words in ("mine.py:worth", "empty.py:worth", "empty.py:"):
+        with pytest.raises(ValueError, match=words.partition(":")[0]):
+            OwnReward(f"{tmp_path}/{words}", spelled)
+
+
+def test_a_reward_of_texts_needs_a_tokenizer(tmp_path):
+    data = asked(tmp_path / "ids", [[MARK, 3]] * 9)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        policies.own_reward("mine.py:worth", data)
+    assert policies.own_reward("label", data) is None
 
 
 # ---- a step

@@ -10,9 +10,11 @@ from data.prompts import Prompt
 from longhaul import dist, kernels, step
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt
+from longhaul.generate import generate
 from longhaul.kinds import StandardKind
 from longhaul.posttrain import policy, rollout
 from longhaul.posttrain.rollout import Sampling
+from longhaul.sampling import decode, draw, uniforms
 from model import Decoder
 from tests.ranks import run_ranks
 
@@ -50,24 +52,45 @@ def tokens_of(groups) -> list[list[list[int]]]:
 
 
 def test_each_random_number_is_a_hash_of_its_coordinates():
-    whole = rollout.uniforms(5, 11, range(40), 8, 32)
+    whole = uniforms(5, 11, range(40), 8, 32)
     assert whole.min() >= 0 and whole.max() < 1 and len(set(whole.flatten())) == whole.size
     assert abs(whole.mean() - 0.5) < 0.01 and abs(whole.std() - 12**-0.5) < 0.01
-    assert (rollout.uniforms(5, 11, [17, 3], 2, 9) == whole[[17, 3], :2, :9]).all()
+    assert (uniforms(5, 11, [17, 3], 2, 9) == whole[[17, 3], :2, :9]).all()
     for other in ((6, 11), (5, 12)):
-        assert not (rollout.uniforms(*other, range(40), 8, 32) == whole).any()
+        assert not (uniforms(*other, range(40), 8, 32) == whole).any()
 
 
 def test_draws_have_the_probabilities_of_the_logits():
     z_V = torch.tensor([1.0, -2.0, 0.5, -torch.inf, 2.0])
     uniform = torch.arange(100_000, dtype=torch.float64) / 100_000
-    drawn = rollout.draw(z_V.expand(len(uniform), -1), uniform, temperature=0.7)
+    drawn = draw(z_V.expand(len(uniform), -1), uniform, temperature=0.7)
     shares = drawn.bincount(minlength=5) / len(drawn)
     assert (shares - (z_V / 0.7).softmax(0)).abs().max() < 2e-5
-    assert rollout.draw(z_V[None], uniform[:1], temperature=0).tolist() == [4]
+    assert draw(z_V[None], uniform[:1], temperature=0).tolist() == [4]
+
+
+def test_no_forward_runs_for_a_token_that_nobody_asks_for():
+    made = []
+
+    def make(position: int, read: str) -> str:
+        made.append((position, read))
+        return str(position)
+
+    tokens = decode(make, "prompt", lambda token: f"after {token}", most=3)
+    assert next(tokens) == "0" and made == [(0, "prompt")]
+    assert list(tokens) == ["1", "2"] and made[1:] == [(1, "after 0"), (2, "after 1")]
 
 
 # ---- what is sampled
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_generated_text_is_the_first_response_to_its_prompt(model, temperature):
+    (prompt,) = prompts(1)
+    sampling = dataclasses.replace(SAMPLING, temperature=temperature, eod_id=V, seed=11)
+    ((first, *_),) = rollout.sample(model, [prompt], sampling)
+    settings = dict(temperature=temperature, top_k=0, top_p=1.0, seed=11)
+    assert list(generate(model, prompt.tokens.tolist(), 12, **settings)) == first.tokens_T.tolist()
 
 
 @pytest.mark.parametrize("temperature, shared", [(1.0, False), (0.7, True)])

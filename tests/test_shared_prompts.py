@@ -235,7 +235,7 @@ def test_which_position_scores_which_token():
 # ---- levers
 
 
-class Responses:
+class Responses(step.Objective):
     """The mean loss of the responses' tokens, as an objective of a training step."""
 
     def weight(self, micro) -> torch.Tensor:

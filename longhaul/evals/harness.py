@@ -30,7 +30,8 @@ from tqdm import tqdm
 
 from data.load_tokenizer import AnyTokenizer
 from longhaul.evals.score import Item, ModelScorer, answers
-from longhaul.generate import check_sampling, generate
+from longhaul.generate import generate
+from longhaul.sampling import check_sampling
 from model import IGNORE, Decoder
 
 Request = tuple[object, list[int], list[int]]  # a name, ids of a context and of what follows it

@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -26,21 +25,15 @@ from longhaul.memory.simulate import simulate
 LAYERS = 5  # that are simulated
 MIDDLE = 2  # the layer of that trace that is repeated
 
-Moment = tuple[str, str]  # stage, and the operator whose result is new
 Name = tuple  # what a storage shares with its twins in the other layers
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One rank's step: its trace, and the bytes by category at the largest of its moments."""
+    """One rank's step: its trace, and of each stage the bytes by category at its peak."""
 
     trace: Trace  # of the whole model
-    moments: dict[Moment, Sizes]  # the workspace included
-
-    @cached_property
-    def stages(self) -> dict[str, Sizes]:
-        """Of each stage, the sizes at its peak."""
-        return stage_sizes(self.moments)
+    stages: dict[str, Sizes]  # the workspace included
 
     @property
     def peak_stage(self) -> str:
@@ -57,44 +50,31 @@ def profile(
     ranks: int = 1,
     target: str = "cuda",
     full: bool = False,
-    tokens: int = 0,
 ) -> Profile:
     """The step's profile. `full` simulates every layer and every tile, and must agree with what a
-    shallow model gives; `tokens` as for `simulate`.
+    shallow model gives.
     """
     layers = cfg.model().num_layers
     if full or layers <= LAYERS:
-        trace = simulate(cfg, ranks, target, every_tile=full, tokens=tokens)
+        trace = simulate(cfg, ranks, target, every_tile=full)
     else:
-        trace = unroll(simulate(cfg, ranks, target, LAYERS, tokens=tokens), layers)
-    return Profile(trace, largest_moments(trace))
+        trace = unroll(simulate(cfg, ranks, target, LAYERS), layers)
+    return Profile(trace, sizes_at_peaks(trace))
 
 
-def stage_sizes(moments: dict[Moment, Sizes]) -> dict[str, Sizes]:
-    """Of each stage, the sizes at its largest moment."""
-    found: dict[str, Sizes] = {}
-    for (stage, _), sizes in moments.items():
-        if sum(sizes.values()) > sum(found.get(stage, {}).values()):
-            found[stage] = sizes
-    return found
-
-
-def largest_moments(trace: Trace) -> dict[Moment, Sizes]:
-    """Of each stage and operator, the bytes by category when most are alive."""
+def sizes_at_peaks(trace: Trace) -> dict[str, Sizes]:
+    """Of each stage, the bytes by category when most are alive."""
     sizes = dict.fromkeys(CATEGORIES, 0)
-    found: dict[Moment, tuple[int, Sizes]] = {}
+    found: dict[str, tuple[int, Sizes]] = {}
     for time, events, workspace in trace.by_time():
-        op = ""
         for event in events:
             if event.bytes:
-                storage = trace.storages[event.storage]
-                sizes[storage.category] += event.bytes
-                op = storage.op
+                sizes[trace.storages[event.storage].category] += event.bytes
         total = sum(sizes.values()) + workspace
-        moment = trace.stage_at(time), op
-        if moment not in found or total > found[moment][0]:
-            found[moment] = total, sizes | {"workspace": workspace}
-    return {moment: at_peak for moment, (_, at_peak) in found.items()}
+        stage = trace.stage_at(time)
+        if stage not in found or total > found[stage][0]:
+            found[stage] = total, sizes | {"workspace": workspace}
+    return {stage: at_peak for stage, (_, at_peak) in found.items()}
 
 
 # ---- the trace

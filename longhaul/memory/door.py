@@ -32,9 +32,9 @@ from footprint.owners import holdings
 from footprint.patches import defaults_kept
 from footprint.prediction import NEEDS_CUDA
 from footprint.refusal import place_of
-from longhaul import cli
+from longhaul import cli, users_file
 from longhaul.cli import flag
-from longhaul.memory import hugging_face, users_file
+from longhaul.memory import hugging_face
 from longhaul.memory.hugging_face import DTYPES, OPTIMIZERS
 from longhaul.memory.search import MOST as MOST_TRIED
 from longhaul.memory.search import (
@@ -47,7 +47,7 @@ from longhaul.memory.search import (
     Verdict,
     note_on_size,
 )
-from longhaul.memory.users_file import UsersFile
+from longhaul.users_file import UsersFile
 from model import GIB
 
 OPENS = ("step", "hf")  # flags that lead here

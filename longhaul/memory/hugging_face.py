@@ -18,7 +18,7 @@ from base.flags import PRECISIONS, spellings
 from footprint.refusal import PACKAGES, TORCH, Refused
 from longhaul import optimizers
 from longhaul.memory.search import TooLong
-from longhaul.memory.users_file import described, lines_of
+from longhaul.users_file import described, lines_of
 
 DTYPES = {
     spelling: getattr(torch, PRECISIONS[name])

@@ -1,26 +1,23 @@
 """What one rank's step needs: the real step, simulated once with few layers, whose record is
 extended to all (deep.py) and replayed through the caching allocator.
 
-Equal steps are simulated once. Of a long response of GRADE short ones are simulated, and what is
-reserved for it grows as the live bytes do. Sizes are bytes.
+Equal steps are simulated once. Sizes are bytes.
 """
 
 import dataclasses
 import functools
-import math
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from footprint.device import Demand
 from footprint.timeline import Sizes
 from longhaul.config import TrainConfig
-from longhaul.memory.deep import Moment, Profile, profile, stage_sizes
+from longhaul.memory.deep import Profile, profile
 from longhaul.posttrain.config import GradeConfig, PolicyConfig
 from longhaul.staging import PINNED
 
@@ -32,14 +29,11 @@ ADAMW = 12  # bytes of a parameter that the host updates: its weight and two mom
 PROCESS_GIB = 0.45 if torch.version.cuda is None else 0.66
 # Context, workspaces and the allocator's rounding on a GPU, where nothing is replayed
 CUDA_CONTEXT_GIB = 1.0
-# Of GRADE's methods: the others need less than the first. Which of the two needs more depends on
-# the lengths, the vocabulary and --group_size.
-LARGEST = ("ste_legacy", "reinforce")
+LARGEST = "ste_legacy"  # of GRADE's methods: the others need less
 KEPT = ("parameter", "optimizer")  # categories of what every stage holds
 FIXED = (*KEPT, "gradient", "unsharded")  # that are as large for every number of tokens
 WARM_UP = "dense warm-up"  # a stage: steps in which only an indexer learns
 COPY = "copy for --async_save"  # a category of its own
-SHORT = (7, 8, 9)  # tokens of the responses that stand for a long one: fewer have other peaks
 # settings that decide no byte
 WEIGHTLESS = {"output_dir", "data", "seed", "max_steps", "warmup_steps", "lr", "resume"}
 WEIGHTLESS |= {"skip_rows", "demo", "plan", "fit", "save_every"}
@@ -127,62 +121,16 @@ def demand(cfg: TrainConfig, ranks: int = 1) -> Demand:
 
 @remembered(most=TRACES)
 def _demand_of(cfg: TrainConfig, ranks: int) -> Demand:
-    _, trace, scale = _simulated(cfg, ranks)
-    return Demand.of(trace, ranks, scale)
+    return Demand.of(_simulated(cfg, ranks).trace, ranks)
 
 
 @remembered(most=TRACES)
-def _simulated(cfg: TrainConfig, ranks: int) -> tuple[dict[str, Sizes], Any, float]:
-    """(stages, trace, by what the trace's bytes must be multiplied): 1, unless a short response of
-    GRADE stands for a long one, of which every token would be simulated.
+def _simulated(cfg: TrainConfig, ranks: int) -> Profile:
+    """The profile of the step as it is, but for compiled layers: the eager step is an upper bound
+    of these.
     """
     target = "cpu" if cfg.device == "cpu" else "cuda"
-    # compiled layers are not simulated; the eager step is an upper bound
-    simulated = functools.partial(profile, dataclasses.replace(cfg, compile=False), ranks, target)
-    if not isinstance(cfg, GradeConfig) or cfg.max_new_tokens <= SHORT[-1]:
-        found = simulated()
-        return found.stages, found.trace, 1.0
-
-    # what is kept of a token depends on its place if each one keeps a copy of the row before it
-    copies = cfg.gradient_checkpointing == "none" or cfg.method.endswith("_legacy")
-    shorts = [simulated(tokens=tokens) for tokens in (SHORT if copies else SHORT[:2])]
-    stages = _extended(shorts, cfg.max_new_tokens - SHORT[0])
-    last = shorts[-1]
-    return stages, last.trace, max(sum(sizes.values()) for sizes in stages.values()) / last.peak
-
-
-def _extended(shorts: Sequence[Profile], more: int) -> dict[str, Sizes]:
-    """The stages of responses of consecutive numbers of tokens, continued to `more` tokens than the
-    first one's.
-
-    A byte is alive with the parameters, with the tokens before it or with those of the response,
-    which are alike. So at each moment it is a polynomial in their number.
-    """
-    known = [short.moments for short in shorts]
-    common = [moment for moment in known[-1] if all(moment in one for one in known)]
-
-    def bend(moment: Moment) -> int:
-        return int(np.diff([sum(one[moment].values()) for one in known], 2).sum())
-
-    # what bends otherwise than the peak was another moment of the same name in one of the lengths
-    most = bend(max(common, key=lambda moment: sum(known[-1][moment].values())))
-    found = {}
-    for moment in common:
-        if 0 <= bend(moment) <= most:
-            names = list(known[-1][moment])
-            series = [[one[moment][name] for name in names] for one in known]
-            found[moment] = dict(zip(names, _continued(series, more), strict=True))
-    return stage_sizes(found)
-
-
-def _continued(series: list[list[int]], more: int) -> list[int]:
-    """The numbers at `more` of the polynomials with these values at 0, 1, 2 (Newton's formula)."""
-    values = np.array(series)
-    total = values[0]
-    for order in range(1, len(series)):
-        values = np.diff(values, axis=0)
-        total = total + math.comb(more, order) * values[0]
-    return total.tolist()
+    return profile(dataclasses.replace(cfg, compile=False), ranks, target)
 
 
 @remembered(most=4096)
@@ -191,7 +139,7 @@ def _needs_of(cfg: TrainConfig, ranks: int) -> Needs:
 
 
 def _computed(cfg: TrainConfig, ranks: int) -> Needs:
-    stages, trace, scale = _simulated(cfg, ranks)
+    stages = _simulated(cfg, ranks).stages
     copy = _copy_to_save(cfg, ranks, Needs(stages).static)
     if cfg.device == "cpu":
         copied = {COPY: copy} if copy else {}
@@ -284,7 +232,6 @@ def largest(cfg: TrainConfig, ranks: int = 1) -> TrainConfig:
         if needs(cfg, ranks).peak_stage == WARM_UP:
             return in_warm_up(cfg)
         return dataclasses.replace(cfg, indexer_warmup=0)
-    if not isinstance(cfg, GradeConfig) or cfg.method != "all":
-        return cfg
-    each = [dataclasses.replace(cfg, method=method) for method in LARGEST]
-    return max(each, key=lambda one: needs(one, ranks).peak)
+    if isinstance(cfg, GradeConfig) and cfg.method == "all":
+        return dataclasses.replace(cfg, method=LARGEST)
+    return cfg

@@ -28,6 +28,7 @@ from longhaul.posttrain.grade import GradeObjective
 from longhaul.posttrain.policy import Group, PolicyObjective, Response
 from longhaul.posttrain.prompts import SharedPrompts
 from longhaul.posttrain.reward import RewardModel
+from longhaul.posttrain.rollout import Sampling
 from model import Decoder, KVCache, ModelConfig
 
 MICRO_BATCHES = 2  # that run: the second adds to gradients that exist, and all others are like it
@@ -110,18 +111,33 @@ class Policy(Rehearsal):
         storage.category = category
         storage.module = name
 
+    def sample(self, number: int, sampling: Sampling) -> None:
+        """The first and the last forward of responses to so many prompts, of the longest."""
+        tokens = np.zeros(self.cfg.longest_prompt, dtype=np.int64)
+        first = min(number, sampling.prompts)
+        prompts = [Prompt(position, tokens, tokens[:0]) for position in range(first)]
+        rollout.rehearse(self.state.model, prompts, sampling, self._name_cache)
+
+    def _name_cache(self, cache: KVCache) -> None:
+        """Keys and values belong to their layers."""
+        for index, layer in enumerate(cache.layers):
+            prompt = getattr(layer, "prompt", None)
+            for part in filter(None, (prompt, layer)):
+                of_prompt = "prompt's " if part is prompt else ""
+                self.name(part.k_BSGK, "buffer", f"layers.{index}.{of_prompt}cached keys")
+                self.name(part.v_BSGK, "buffer", f"layers.{index}.{of_prompt}cached values")
+
 
 def rehearsal(
     cfg: TrainConfig,
     ranks: int,
     every: bool,
-    tokens: int = 0,
 ) -> Rehearsal:
-    """The step of these settings. `tokens`: how many a soft response has, instead of all."""
+    """The step of these settings."""
     if isinstance(cfg, IntuitorConfig):
         return Intuitor(cfg, ranks, every)
     if isinstance(cfg, GradeConfig):
-        return Grade(cfg, ranks, every, tokens)
+        return Grade(cfg, ranks, every)
     return Rehearsal(cfg, ranks, every)
 
 
@@ -159,23 +175,7 @@ class Intuitor(Policy):
         if self.cfg.eval_every:
             asked.append((self.cfg.eval_rows, self.cfg.validation_sampling(sampling)))
         for rows, one in asked:
-            own = -(-rows // self.ranks)
-            rollout.rehearse(self.state.model, self._prompts(own), one, self._name_cache)
-
-    def _prompts(self, number: int) -> list[Prompt]:
-        """The prompts that are answered first, of so many."""
-        tokens = np.zeros(self.cfg.longest_prompt, dtype=np.int64)
-        first = min(number, self.cfg.prompts_at_once)
-        return [Prompt(position, tokens, tokens[:0]) for position in range(first)]
-
-    def _name_cache(self, cache: KVCache) -> None:
-        """Keys and values belong to their layers."""
-        for index, layer in enumerate(cache.layers):
-            prompt = getattr(layer, "prompt", None)
-            for part in filter(None, (prompt, layer)):
-                of_prompt = "prompt's " if part is prompt else ""
-                self.name(part.k_BSGK, "buffer", f"layers.{index}.{of_prompt}cached keys")
-                self.name(part.v_BSGK, "buffer", f"layers.{index}.{of_prompt}cached values")
+            self.sample(-(-rows // self.ranks), one)
 
 
 def shortest_micro_batch(cfg: IntuitorConfig) -> step.MicroBatch:
@@ -220,13 +220,10 @@ class Grade(Policy):
         cfg: GradeConfig,
         ranks: int,
         every: bool,
-        tokens: int = 0,
     ):
         super().__init__(cfg, ranks, every)
         # a run always leaves out the ids that are padding, though there may be none
-        settings = cfg.settings(eod_id=0, vocab_size=cfg.model().vocab_size)
-        made = tokens or cfg.max_new_tokens
-        self.settings = dataclasses.replace(settings, max_new_tokens=made)
+        self.settings = cfg.settings(eod_id=0, vocab_size=cfg.model().vocab_size)
         one = torch.zeros(1, dtype=torch.long)
         prompts = [one for _ in range(cfg.batch_size)]
         numbers = range(cfg.batch_size)
@@ -280,19 +277,13 @@ class Grade(Policy):
     def _validate(self) -> None:
         """A response to each prompt of a validation's first batch, and its reward."""
         self.state.stage(VALIDATION)
-        B = min(self.cfg.batch_size, -(-self.cfg.eval_rows // self.ranks))
-        prompts_BP = plain((B, self.cfg.longest_prompt), torch.long)
-        seed_B = plain((B,), torch.long)
-        tokens_BT = grade.respond(
-            self.state.model,
-            prompts_BP,
-            seed_B,
-            self.settings.max_new_tokens,
-            self.settings.vocab_size,
-        )
+        cfg = self.cfg
+        B = min(cfg.batch_size, -(-cfg.eval_rows // self.ranks))
+        self.sample(B, cfg.validation_sampling(eod_id=0, vocab_size=self.settings.vocab_size))
+        prompts_BP = plain((B, cfg.longest_prompt), torch.long)
+        tokens_BT = plain((B, self.settings.max_new_tokens), torch.long)
         with torch.no_grad():
-            counts_BT = grade.counted(tokens_BT, self.settings.eod_id)
-            self.rewards.forward_hard(prompts_BP, tokens_BT, counts_BT)
+            self.rewards.forward_hard(prompts_BP, tokens_BT, plain(tokens_BT.shape, torch.float32))
         self.rewards.reshard()
         self.state.stage("start")
 
@@ -315,6 +306,6 @@ def table_lengths(cfg: GradeConfig) -> list[list[int]]:
     while grown[-1] < whole - 1:
         grown.append(2 * grown[-1])
 
-    at_once = {"gumbel_legacy": whole, "ste_legacy": whole, "reinforce": whole - 1}
-    of_reference = [at_once[cfg.method]] if cfg.method in at_once else grown
+    at_once = ("gumbel_legacy", "ste_legacy")
+    of_reference = [whole] if cfg.method in at_once else grown
     return [grown, of_reference, [whole]]

@@ -39,14 +39,12 @@ def simulate(
     target: str = "cuda",
     layers: int = 0,
     every_tile: bool = False,
-    tokens: int = 0,
 ) -> Trace:
     """The trace of the second step of one rank; with two steps of an indexer's dense warm-up it is
     one of these.
 
     layers: replaces the model's number of layers. every_tile: runs all tiles of a loop, which are
     identical, instead of the first two and the last one, and all micro-batches instead of a few.
-    tokens: how many a soft response of GRADE has, instead of all.
     ValueError if a micro-batch has more tokens than 32-bit positions count.
     """
     if cfg.batch_size * cfg.row_tokens > MOST_TOKENS:
@@ -54,7 +52,7 @@ def simulate(
             f"--context_length {cfg.context_length} with --batch_size {cfg.batch_size}: a "
             f"micro-batch has at most {MOST_TOKENS:,} tokens: give a shorter context"
         )
-    more = rehearsal(cfg, ranks, every_tile, tokens)
+    more = rehearsal(cfg, ranks, every_tile)
     with on_fake_tensors(cfg, ranks, target, layers, every_tile, more) as (tracker, state):
         from_zeros = _is_plain(cfg, ranks)
         return trace_second_step(tracker, state, more.batch, more.frozen, from_zeros)

@@ -10,12 +10,12 @@ from typing import ClassVar
 
 from longhaul.cli import changed_flag, flag
 from longhaul.config import TrainConfig
-from longhaul.generate import COLDEST, HOTTEST
 from longhaul.kinds import attention_kind
 from longhaul.posttrain.grade import METHODS, GradeSettings
-from longhaul.posttrain.intuitor import OFFLINE, REWARDS
+from longhaul.posttrain.intuitor import OFFLINE, require_known
 from longhaul.posttrain.policy import KLS, NORMALIZERS, PolicyLoss
 from longhaul.posttrain.rollout import Sampling
+from longhaul.sampling import COLDEST, HOTTEST
 from model import ModelConfig
 
 VALIDATION_SEED = 1  # of the draws of a validation
@@ -148,8 +148,8 @@ class IntuitorConfig(PolicyConfig):
         "self_certainty",
         "what a response is worth: self_certainty, the mean of KL(uniform || p) over its tokens; "
         "self_certainty_offline, the same by the reference; label, 1 if it is the answer; mixed, "
-        "the label and the self-certainty, each normalised in its group; random, a draw",
-        choices=REWARDS,
+        "the label and the self-certainty, each normalised in its group; random, a draw; or "
+        "FILE.py:FUNCTION, your own function of texts (docs/LAB.md)",
         group="policy",
     )
     group_size: int = flag(
@@ -221,6 +221,7 @@ class IntuitorConfig(PolicyConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        require_known(self.reward)
         if not COLDEST <= self.temperature <= HOTTEST:
             raise ValueError(
                 f"--temperature {self.temperature:g} is out of range: give {COLDEST:g} to "
@@ -308,8 +309,8 @@ class GradeConfig(PolicyConfig):
         "gumbel",
         "how a gradient passes through sampled text: gumbel, mixtures of tokens; ste, mixtures "
         "whose likeliest token is read (straight-through); gumbel_legacy and ste_legacy, the same "
-        "without a cache and with all of [tokens, vocabulary]; reinforce, through probabilities "
-        "of drawn tokens; all, one after the other, for comparison",
+        "without a cache and with all of [tokens, vocabulary]; all, one after the other, for "
+        "comparison",
         choices=(*METHODS, "all"),
         group="policy",
     )
@@ -332,13 +333,6 @@ class GradeConfig(PolicyConfig):
     tau_start: float = flag(2.0, "temperature of the mixtures in the first step", group="policy")
     tau_end: float = flag(
         0.5, "temperature of the mixtures in the last step, falling geometrically", group="policy"
-    )
-    group_size: int = flag(
-        4,
-        "reinforce: responses to each prompt, of which each has the others as its baseline",
-        aliases=("n_resp_per_prompt",),
-        at_least=2,
-        group="policy",
     )
     gradient_checkpointing: str = changed_flag(
         TrainConfig,
@@ -378,8 +372,6 @@ class GradeConfig(PolicyConfig):
         return True
 
     def scheduled(self, step: int) -> dict[str, float]:
-        if self.method == "reinforce":  # which mixes nothing
-            return {}
         return {"tau": self.settings(eod_id=0).tau(step)}
 
     def settings(self, eod_id: int, vocab_size: int | None = None) -> GradeSettings:
@@ -395,7 +387,17 @@ class GradeConfig(PolicyConfig):
             tau_end=self.tau_end,
             max_steps=self.max_steps,
             checkpoint=self.gradient_checkpointing != "none",
-            group_size=self.group_size,
+        )
+
+    def validation_sampling(self, eod_id: int, vocab_size: int) -> Sampling:
+        """How validation prompts are answered: once, with the same draws at every validation."""
+        return Sampling(
+            group_size=1,
+            max_response_length=self.max_new_tokens,
+            eod_id=eod_id,
+            vocab_size=vocab_size,
+            seed=VALIDATION_SEED,
+            prompts=self.batch_size,
         )
 
 

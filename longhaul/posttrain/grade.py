@@ -22,8 +22,8 @@ that of the others, and drowns them.
 cache that gradients pass through. What it does with the vocabulary is checkpointed for each token,
 and so are the layers, by the lever of `longhaul.step.build`: memory is [B, T, K] and the cache.
 
-Letters: B prompts of P tokens, T tokens of a response, K tokens of a mixture, G responses of a
-prompt, D model width, V vocabulary, N = B*T.
+Letters: B prompts of P tokens, T tokens of a response, K tokens of a mixture, D model width, V
+vocabulary, N = B*T.
 """
 
 import functools
@@ -32,23 +32,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from data.order import GOLDEN, MASK, mix
 from longhaul import dist
 from longhaul.exits import NumericalHalt
 from longhaul.parallel import apply
 from longhaul.posttrain.policy import exact
 from longhaul.posttrain.prompts import GradientCache, SoftTokens, embedded
 from longhaul.posttrain.reward import RewardModel, require_same_vocabulary
-from longhaul.step import MicroBatch
-from longhaul.vocab import vocab_stats
+from longhaul.sampling import decode, hashed_noise, row_seeds
+from longhaul.step import MicroBatch, Objective
 from model import Decoder, ModelConfig
 
-METHODS = ("gumbel", "ste", "gumbel_legacy", "ste_legacy", "reinforce")
+METHODS = ("gumbel", "ste", "gumbel_legacy", "ste_legacy")
 ENOUGH_MASS = 0.99  # of a distribution, below which its K likeliest tokens misrepresent it
 
 # (position of the token, ids [B, K]) -> noise [B, K]
@@ -68,7 +66,6 @@ class GradeSettings:
     tau_end: float = 0.5
     max_steps: int = 100  # over which tau falls
     checkpoint: bool = True  # compute a token's distribution again in the backward
-    group_size: int = 4  # reinforce: responses of a prompt; the others are a response's baseline
     vocab_size: int | None = None  # only ids below it are mixed or drawn; None: all
 
     def __post_init__(self):
@@ -89,11 +86,6 @@ class GradeSettings:
                 raise ValueError(f"--{name} {tau} is no temperature: give a number above 0")
         if not 0 <= self.kl_coef < math.inf:
             raise ValueError(f"--kl_coef {self.kl_coef} is out of range: give 0 or more")
-        if self.method == "reinforce" and self.group_size < 2:
-            raise ValueError(
-                f"--group_size {self.group_size}: the baseline of a response is the mean reward of "
-                "the others: give 2 or more"
-            )
 
     @property
     def legacy(self) -> bool:
@@ -102,8 +94,8 @@ class GradeSettings:
 
     @property
     def topk(self) -> int:
-        """Tokens of a mixture, 0 for the whole vocabulary, which two methods can be without."""
-        return self.gumbel_topk if self.method in ("gumbel", "ste") else 0
+        """Tokens of a mixture, 0 for the whole vocabulary, of which the published form is made."""
+        return 0 if self.legacy else self.gumbel_topk
 
     @property
     def straight_through(self) -> bool:
@@ -141,51 +133,6 @@ class GradeSettings:
                 f"prompts of {prompt} tokens and --max_new_tokens {self.max_new_tokens} exceed the "
                 f"context of {context}: shorten one of them, or raise --context_length"
             )
-
-
-# ---- noise
-
-
-def row_seeds(seed: int, step: int, prompts: Sequence[int]) -> Tensor:
-    """The seed [B] of each prompt's noise, int64 on the host: a hash of (seed, step, number of the
-    prompt in the step), so that neither ranks nor micro-batches nor a resume change a draw.
-    """
-    key = mix(seed & MASK)
-    key = mix((key + (step + 1) * GOLDEN) & MASK)
-    seeds = [mix((key + (prompt + 1) * GOLDEN) & MASK) for prompt in prompts]
-    return torch.from_numpy(np.array(seeds, dtype=np.uint64).view(np.int64))
-
-
-def hashed_noise(seed_B: Tensor, position: int, ids_BK: Tensor) -> Tensor:
-    """Gumbel noise [B, K] in fp32, -log(-log u), where u is a hash of (seed, position, token).
-
-    The K likeliest tokens so get the noise that they have among all tokens, on every device, and a
-    checkpoint gets it again. u has 52 bits and lies inside (0, 1): no noise is infinite.
-    """
-    key_B = mix_bits(seed_B + _signed((position + 1) * GOLDEN))
-    bits_BK = mix_bits(key_B[:, None] + (ids_BK + 1) * _signed(GOLDEN))
-    u_BK = (_shift(bits_BK, 12).double() + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(u_BK)).float()
-
-
-def mix_bits(x: Tensor) -> Tensor:
-    """`data.order.mix` of int64 tensors, whose products wrap around."""
-    x = x ^ _shift(x, 30)
-    x = x * _signed(0xBF58476D1CE4E5B9)
-    x = x ^ _shift(x, 27)
-    x = x * _signed(0x94D049BB133111EB)
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """x >> bits of a number without sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(number: int) -> int:
-    """The int64 with the 64 low bits of a number."""
-    number &= MASK
-    return number - (1 << 64) if number >> 63 else number
 
 
 # ---- a token
@@ -302,28 +249,25 @@ def generate_soft_topk(
     cache = GradientCache(policy.config)
     reference_cache = reference.new_cache(B, P + T)
 
-    read = prompts_BP
-    read_by_reference = prompts_BP
-    tokens = []
-    figures = []
-    hiddens = []
-    for position in range(T):
+    def next_token(position: int, reads: tuple[Tensor, Tensor]) -> tuple[Mixture, Figures, Tensor]:
+        nonlocal cache
+        read, read_by_reference = reads
         hidden_BD = policy.hidden(read, cache=cache)[:, -1]
         cache = cache.extended()
         with torch.no_grad():
             of_reference_BD = reference.hidden(read_by_reference, cache=reference_cache)[:, -1]
-
         token, of_token = _choose(
             policy, reference, hidden_BD, of_reference_BD, noise, position, tau, settings
         )
-        tokens.append(token)
-        figures.append(of_token)
-        hiddens.append(hidden_BD.detach())
-        if position + 1 < T:
-            read = embedded(policy, token.soft)
-            with torch.no_grad():
-                read_by_reference = embedded(reference, token.soft)
+        return token, of_token, hidden_BD.detach()
 
+    def following(made: tuple[Mixture, Figures, Tensor]) -> tuple[Tensor, Tensor]:
+        read = embedded(policy, made[0].soft)
+        with torch.no_grad():
+            return read, embedded(reference, made[0].soft)
+
+    made = decode(next_token, (prompts_BP, prompts_BP), following, T)
+    tokens, figures, hiddens = zip(*made, strict=True)
     of_tokens = Figures(*(torch.stack(column, 1) for column in zip(*figures, strict=True)))
     return _response(tokens, of_tokens, hiddens, settings)
 
@@ -397,20 +341,20 @@ def generate_soft(
     whole vocabulary. The reference reads the row at the end.
     """
     P = prompts_BP.shape[1]
-    read_BTD = embedded(policy, prompts_BP)
-    all_logits = []
-    tokens = []
-    hiddens = []
-    for position in range(settings.max_new_tokens):
-        hidden_BD = policy.hidden(read_BTD)[:, -1]
-        logits_BV = policy.apply_head(hidden_BD, wide_logits)
-        token_noise = functools.partial(noise, position)
-        token = mixture(logits_BV, token_noise, tau, settings)
 
-        all_logits.append(logits_BV)
-        tokens.append(token)
-        hiddens.append(hidden_BD.detach())
-        read_BTD = torch.cat([read_BTD, embedded(policy, token.soft)], 1)
+    def next_token(position: int, row_BTD: Tensor) -> tuple[Mixture, Tensor, Tensor, Tensor]:
+        hidden_BD = policy.hidden(row_BTD)[:, -1]
+        logits_BV = policy.apply_head(hidden_BD, wide_logits)
+        token = mixture(logits_BV, functools.partial(noise, position), tau, settings)
+        return token, logits_BV, hidden_BD.detach(), row_BTD
+
+    def following(made: tuple[Mixture, Tensor, Tensor, Tensor]) -> Tensor:
+        token, _, _, row_BTD = made
+        return torch.cat([row_BTD, embedded(policy, token.soft)], 1)
+
+    row_BTD = embedded(policy, prompts_BP)
+    made = decode(next_token, row_BTD, following, settings.max_new_tokens)
+    tokens, all_logits, hiddens, _ = zip(*made, strict=True)
 
     soft_BTV = torch.stack([token.weight_BK for token in tokens], 1)
     with torch.no_grad():
@@ -427,7 +371,10 @@ def generate_soft(
 
 
 def _response(
-    tokens: list[Mixture], figures: Figures, hiddens: list[Tensor], settings: GradeSettings
+    tokens: Sequence[Mixture],
+    figures: Figures,
+    hiddens: Sequence[Tensor],
+    settings: GradeSettings,
 ) -> SoftResponse:
     weights, indices, ids = zip(*tokens, strict=True)
     index_BTK = None if indices[0] is None else torch.stack(indices, 1)
@@ -439,30 +386,6 @@ def _response(
         figures,
         torch.stack(hiddens, 1),
     )
-
-
-@torch.no_grad()
-def respond(
-    model: Decoder, prompts_BP: Tensor, seed_B: Tensor, T: int, vocab_size: int | None = None
-) -> Tensor:
-    """Responses [B, T] of tokens drawn from the model's distribution, without gradients; only ids
-    below `vocab_size` are drawn. They go on after the end of the document, which `counted` finds,
-    so that no length waits for the device.
-    """
-    B, P = prompts_BP.shape
-    cache = model.new_cache(B, P + T)
-    read_BT = prompts_BP
-    tokens = []
-    with apply.eager(model):
-        for position in range(T):
-            hidden_BD = model.hidden(read_BT, cache=cache)[:, -1]
-            logits_BV = model.apply_head(hidden_BD, wide_logits)[:, :vocab_size]
-            ids_BV = torch.arange(logits_BV.shape[1], device=seed_B.device).expand_as(logits_BV)
-            noisy_BV = logits_BV + hashed_noise(seed_B, position, ids_BV)
-            read_BT = noisy_BV.argmax(-1, keepdim=True)
-            tokens.append(read_BT)
-    apply.reshard(model)
-    return torch.cat(tokens, 1)
 
 
 # ---- the objective
@@ -516,7 +439,7 @@ class Latest(NamedTuple):
     counts_BT: Tensor
 
 
-class GradeObjective:
+class GradeObjective(Objective):
     """What a step of `longhaul.step.train_step` minimises, over `micro_batches`: the mean over all
     prompts of the step, however they are split.
 
@@ -548,22 +471,10 @@ class GradeObjective:
 
     def tokens_of(self, prompts: Sequence[int]) -> int:
         """Tokens of all responses to prompts of these lengths, with the prompts."""
-        return self._responses * sum(P + self.settings.max_new_tokens for P in prompts)
-
-    @property
-    def _responses(self) -> int:
-        return self.settings.group_size if self.settings.method == "reinforce" else 1
+        return sum(P + self.settings.max_new_tokens for P in prompts)
 
     def loss(self, model: Decoder, micro: MicroBatch, divisor: Tensor) -> Tensor:
         """The micro-batch's share of the loss."""
-        if self.settings.method == "reinforce":
-            return self._reinforce(model, micro) / divisor
-        return self._relaxed(model, micro) / divisor
-
-    # ---- through mixtures
-
-    def _relaxed(self, model: Decoder, micro: MicroBatch) -> Tensor:
-        """The summed loss of the prompts."""
         prompts_BP = micro["prompts_BP"]
         noise = functools.partial(hashed_noise, micro["seed_B"])
         generate = generate_soft if self.settings.legacy else generate_soft_topk
@@ -578,71 +489,7 @@ class GradeObjective:
         self._count(reward_B, kl_B, entropy_B, lengths_B, mass_B)
         hidden_ND = response.hidden_BTD.flatten(0, 1)
         self._remember(model, micro, hidden_ND, response.counts_BT, of_tokens.largest.amax())
-        return (self.settings.kl_coef * kl_B - reward_B).sum()
-
-    # ---- through the probabilities of drawn tokens
-
-    def _reinforce(self, model: Decoder, micro: MicroBatch) -> Tensor:
-        """sum over prompts of mean over responses of (-advantage * log p + kl_coef * KL), where the
-        advantage is the reward less the mean reward of the other responses to the prompt
-        (Williams 1992; Kool et al. 2019).
-        """
-        G = self.settings.group_size
-        T = self.settings.max_new_tokens
-        prompts_RP = micro["prompts_BP"].repeat_interleave(G, 0)
-        number_G = torch.arange(1, G + 1, device=prompts_RP.device)
-        seed_R = mix_bits(micro["seed_B"][:, None] + number_G * _signed(GOLDEN)).flatten()
-
-        tokens_RT = respond(model, prompts_RP, seed_R, T, self.settings.vocab_size)
-        counts_RT = counted(tokens_RT, self.settings.eod_id)
-        with torch.no_grad():
-            reward_R = self.reward.forward_hard(prompts_RP, tokens_RT, counts_RT)
-        reward_BG = reward_R.unflatten(0, (-1, G))
-        others_BG = (reward_BG.sum(1, keepdim=True) - reward_BG) / (G - 1)
-        advantage_R = (reward_BG - others_BG).flatten()
-
-        logprob_RT, kl_RT, entropy_RT = self._statistics(
-            model, micro, prompts_RP, tokens_RT, counts_RT
-        )
-        kl_R = mean_of_counted(kl_RT, counts_RT)
-        entropy_R = mean_of_counted(entropy_RT.detach(), counts_RT)
-        of_prompts = [x.unflatten(0, (-1, G)).mean(1) for x in (reward_R, kl_R, entropy_R)]
-        lengths_B = counts_RT.sum(1).unflatten(0, (-1, G)).mean(1)
-        self._count(*of_prompts, lengths_B, torch.ones_like(lengths_B))
-
-        logprob_R = (logprob_RT * counts_RT).sum(1)
-        return (self.settings.kl_coef * kl_R - advantage_R * logprob_R).sum() / G
-
-    def _statistics(
-        self,
-        model: Decoder,
-        micro: MicroBatch,
-        prompts_RP: Tensor,
-        tokens_RT: Tensor,
-        counts_RT: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probability, KL and entropy [R, T] of drawn tokens, in one forward of whole rows."""
-        P = prompts_RP.shape[1]
-        rows_RT = torch.cat([prompts_RP, tokens_RT], 1)[:, :-1]
-        hidden_ND = model.hidden(rows_RT)[:, P - 1 :].flatten(0, 1)
-        with torch.no_grad():
-            of_reference_ND = self.reference.hidden(rows_RT)[:, P - 1 :].flatten(0, 1)
-
-        def with_weights(_, reference_VD: Tensor, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-            reference = (exact(of_reference_ND), reference_VD)
-            stats = vocab_stats(
-                exact(hidden_ND), weight_VD, tokens_RT.flatten(), reference=reference
-            )
-            # at most log V above the largest logit
-            size_N = stats.lse.detach().abs()
-            largest = size_N.where(size_N.isfinite(), 0).amax()
-            self._remember(model, micro, hidden_ND.detach(), counts_RT, largest)
-            return torch.stack([stats.logprob, stats.kl_ref, stats.entropy])
-
-        def with_weight(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-            return self.reference.apply_head(of_reference_ND, with_weights, hidden_ND, weight_VD)
-
-        return model.apply_head(hidden_ND, with_weight).unflatten(1, tokens_RT.shape).unbind(0)
+        return (self.settings.kl_coef * kl_B - reward_B).sum() / divisor
 
     # ---- figures
 
@@ -697,14 +544,10 @@ class GradeObjective:
         if not wrong:
             return
         step, tau = self.when
-        remedy = "a lower --lr or a higher --tau_end"
-        at = f"at tau {float(tau):.3g}, "
-        if self.settings.method == "reinforce":  # which mixes nothing
-            remedy, at = "a lower --lr", ""
         raise NumericalHalt(
-            f"step {int(step) + 1}: {', '.join(wrong)} not finite {at}with a largest finite "
-            f"|logit| of {figures['largest_logit']:.3g}: --resume an earlier checkpoint "
-            f"with {remedy} and a new --output_dir"
+            f"step {int(step) + 1}: {', '.join(wrong)} not finite at tau {float(tau):.3g}, with a "
+            f"largest finite |logit| of {figures['largest_logit']:.3g}: --resume an earlier "
+            "checkpoint with a lower --lr or a higher --tau_end and a new --output_dir"
         )
 
     def _advice(self, mass: float) -> str:

@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.prompts import Prompt
 from longhaul import step
 from longhaul.config import TrainConfig
-from longhaul.posttrain import grade, labels, reviews
+from longhaul.posttrain import grade, labels, reviews, rollout
 from longhaul.posttrain.prompts import SoftTokens
 from longhaul.posttrain.reward import RewardModel
+from longhaul.posttrain.rollout import Sampling
 from model import IGNORE, Decoder
 
 CONTEXT = 32  # tokens of the longest review
@@ -178,11 +180,6 @@ class Score:
         return f"reward {self.reward:.3f}, gold {self.gold:.3f}, length {self.length:.1f}"
 
 
-def prompts_of(split: str) -> Tensor:
-    """The prompts of a split, int64 [N, 7]."""
-    return torch.from_numpy(reviews.prompts(split))
-
-
 @torch.no_grad()
 def evaluate(
     policy: Decoder,
@@ -192,11 +189,15 @@ def evaluate(
     seed: int = 0,
 ) -> Score:
     """The rewards of tokens that are drawn from the policy, `responses` for each prompt."""
-    device = reward.weight.device
-    prompts_RP = prompts_of(split).repeat_interleave(responses, 0).to(device)
-    seed_R = grade.row_seeds(seed, 0, range(len(prompts_RP))).to(device)
-    tokens_RT = grade.respond(policy, prompts_RP, seed_R, RESPONSE)
-    counts_RT = grade.counted(tokens_RT, reviews.END)
-    reward_R = reward.forward_hard(prompts_RP, tokens_RT, counts_RT)
-    gold = [reviews.gold(tokens_T) for tokens_T in tokens_RT.tolist()]
-    return Score(float(reward_R.mean()), float(np.mean(gold)), float(counts_RT.sum(1).mean()))
+    tokens_NP = reviews.prompts(split)
+    prompts = [Prompt(index, tokens, tokens[:0]) for index, tokens in enumerate(tokens_NP)]
+    sampling = Sampling(responses, RESPONSE, reviews.END, seed=seed, prompts=len(prompts))
+    groups = rollout.sample(policy, prompts, sampling)
+    samples = [sample for group in groups for sample in group]
+
+    prompts_RP = torch.from_numpy(tokens_NP).repeat_interleave(responses, 0)
+    row = [x.to(reward.weight.device) for x in (prompts_RP, *rollout.padded(samples))]
+    rewards = float(reward.forward_hard(*row).mean())
+    gold = float(np.mean([reviews.gold(sample.tokens_T.tolist()) for sample in samples]))
+    length = float(np.mean([len(sample.tokens_T) for sample in samples]))
+    return Score(rewards, gold, length)

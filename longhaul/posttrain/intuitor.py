@@ -24,8 +24,10 @@ from longhaul import dist
 from longhaul.exits import Halt
 from longhaul.kinds import attention_kind
 from longhaul.posttrain import policy, rollout
+from longhaul.posttrain.own_reward import OwnReward, names_function
 from longhaul.posttrain.policy import Group, PolicyLoss, Response
 from longhaul.posttrain.rollout import Sample, Sampling
+from longhaul.sampling import uniforms
 from longhaul.step import MicroBatch
 from model import Decoder
 
@@ -61,10 +63,14 @@ class Answers:
         """Those of a dataset."""
         return cls(dataset.eod_id, dataset.manifest.answer_id, stop_ids)
 
+    def before_end(self, tokens: list[int]) -> list[int]:
+        """What stands before the first token that ends a response."""
+        ends = {self.eod_id, *self.stop_ids}
+        return list(itertools.takewhile(lambda token: token not in ends, tokens))
+
     def answer(self, tokens: list[int]) -> list[int] | None:
         """The answer in a response; None if its marker is missing."""
-        ends = {self.eod_id, *self.stop_ids}
-        tokens = list(itertools.takewhile(lambda token: token not in ends, tokens))
+        tokens = self.before_end(tokens)
         if self.answer_id is None:
             return tokens
         if self.answer_id not in tokens:
@@ -124,6 +130,15 @@ def vocabulary_choice(model: int, tokenizer: int) -> str:
         f"{model - tokenizer:,} are padding that the tokenizer does not have; responses are drawn "
         f"from the other {tokenizer:,}"
     )
+
+
+def require_known(reward: str) -> None:
+    """ValueError for a reward that is neither a name nor a function of a file."""
+    if reward not in REWARDS and not names_function(reward):
+        raise ValueError(
+            f"--reward {reward!r} is unknown: give one of {', '.join(REWARDS)}, or "
+            "FILE.py:FUNCTION, a function of your own (docs/LAB.md)"
+        )
 
 
 # ---- what a step has found
@@ -259,16 +274,14 @@ class Settings:
     skip_zero_variance: bool = False
 
     def __post_init__(self):
-        if self.reward not in REWARDS:
-            names = ", ".join(REWARDS)
-            raise ValueError(f"reward={self.reward!r} is unknown: choose one of {names}")
+        require_known(self.reward)
 
 
 class Intuitor:
     """Makes the micro-batches of each step: samples, rewards, advantages, rows.
 
     All of it is a pure function of the weights, the seed, the step and the prompts. An offline
-    reward and a KL in the reward need the reference.
+    reward and a KL in the reward need the reference, and a reward FILE.py:FUNCTION the function.
     """
 
     def __init__(
@@ -280,8 +293,10 @@ class Intuitor:
         model: Decoder,
         reference: Decoder | None = None,
         world: dist.World | None = None,
+        own_reward: OwnReward | None = None,
     ):
         self.settings = settings
+        self.own_reward = own_reward
         self.sampling = sampling
         self.loss = loss
         self.answers = answers
@@ -371,12 +386,15 @@ class Intuitor:
         elif name == "random":
             seed = self.sampling.seed + 1  # other numbers than those of the draws
             reward_G = torch.from_numpy(
-                rollout.uniforms(seed, step, [prompt.position], self.sampling.group_size, 1)
+                uniforms(seed, step, [prompt.position], self.sampling.group_size, 1)
             )[0, kept, 0]
         elif name == "mixed":
             reward_G = normalized(self_certainty(samples)) + normalized(right_G)
         elif name == "self_certainty":
             reward_G = self_certainty(samples)
+        elif names_function(name):
+            texts = [self.answers.before_end(sample.tokens_T.tolist()) for sample in samples]
+            reward_G = self.own_reward.of_group(prompt.tokens.tolist(), texts)
         else:
             of_reference = self._of_reference(prompt, samples)
             reward_G = torch.stack([c_T.double().mean() for c_T in of_reference.self_certainty])

@@ -23,13 +23,13 @@ from longhaul.checkpoint import start
 from longhaul.exits import BAD_INPUT, Halt
 from longhaul.posttrain import grade, intuitor, reward, rollout
 from longhaul.posttrain.config import (
-    VALIDATION_SEED,
     GradeConfig,
     IntuitorConfig,
     PolicyConfig,
 )
-from longhaul.posttrain.grade import GradeObjective, GradeSettings
+from longhaul.posttrain.grade import GradeObjective
 from longhaul.posttrain.intuitor import BY_ANSWER, Intuitor
+from longhaul.posttrain.own_reward import OwnReward, names_function
 from longhaul.posttrain.policy import PolicyObjective
 from longhaul.posttrain.reward import RewardModel
 from longhaul.posttrain.rollout import Sampling
@@ -45,15 +45,28 @@ def prompts_in_order(
     corpora: Sequence[Corpus],
     world: dist.World,
 ) -> Prompts:
-    """The prompts of a run of Intuitor; ValueError also if answers are missing that its reward
-    needs.
+    """The prompts of a run of Intuitor; ValueError also if answers or texts are missing that its
+    reward needs.
     """
+    own_reward(cfg.reward, corpora[0].dataset)
     found = fitting_prompts(cfg, corpora, world)
     if cfg.reward in BY_ANSWER:
         dist.on_rank0(
             lambda: intuitor.require_answers(found.dataset, found.split, cfg.reward), world
         )
     return found
+
+
+def own_reward(reward: str, dataset: Dataset) -> OwnReward | None:
+    """The reward that is a function of texts. ValueError if it cannot be had, or without texts."""
+    if not names_function(reward):
+        return None
+    if not dataset.tokenizer_path:
+        raise ValueError(
+            f"--reward {reward} reads texts, and {dataset.path} has no tokenizer: prepare the data "
+            f"with data.prepare, or give one of {', '.join(intuitor.REWARDS)}"
+        )
+    return OwnReward(reward, load_tokenizer(dataset.tokenizer_path).decode)
 
 
 def fitting_prompts(
@@ -226,6 +239,7 @@ class IntuitorSource(PolicySource):
             self.state.model,
             self.reference,
             self.ready.world,
+            own_reward(cfg.reward, self.ready.dataset),
         )
 
     def open(self, log):
@@ -358,15 +372,16 @@ class GradeSource(PolicySource):
 
     def evaluate(self):
         """The reward of responses that are drawn, to prompts of the validation split."""
-        found = hard_rewards(self.ready, self.state.model, self.reward, self.settings)
+        sampling = self.cfg.validation_sampling(self.ready.dataset.eod_id, self.drawn)
+        found = hard_rewards(self.ready, self.state, self.reward, sampling)
         self.log.figures(self.state.step, "val", {"reward_mean": found})
 
 
 def hard_rewards(
     ready,
-    model: Decoder,
+    state: TrainState,
     rewards: RewardModel,
-    settings: GradeSettings,
+    sampling: Sampling,
 ) -> float:
     """The mean reward of one drawn response to each of the first --eval_rows validation prompts, of
     which --batch_size are answered at once if all are of one length.
@@ -382,22 +397,16 @@ def hard_rewards(
     # answers the first one again, which does not count
     more = -number % world.size
     own = [*asked, *asked[:1] * more][world.rank :: world.size]
+    occasion = f"validation after step {state.step}"
+    sampled = rollout.sample(state.model, own, sampling, 0, world, occasion)
+    responses = [response for (response,) in sampled]
     total = torch.zeros((), dtype=torch.float64, device=ready.device)
     for begin in range(0, len(own), size):
-        part = own[begin : begin + size]
-        prompts_BP = torch.from_numpy(np.stack([prompt.tokens for prompt in part]))
-        numbers = [prompt.position for prompt in part]
-        seed_B = grade.row_seeds(VALIDATION_SEED, 0, numbers).to(ready.device)
-        tokens_BT = grade.respond(
-            model,
-            prompts_BP.to(ready.device),
-            seed_B,
-            settings.max_new_tokens,
-            settings.vocab_size,
-        )
-        counts_BT = grade.counted(tokens_BT, settings.eod_id)
+        part = slice(begin, begin + size)
+        prompts_BP = torch.from_numpy(np.stack([prompt.tokens for prompt in own[part]]))
+        row = [x.to(ready.device) for x in (prompts_BP, *rollout.padded(responses[part]))]
         with torch.no_grad():
-            reward_B = rewards.forward_hard(prompts_BP.to(ready.device), tokens_BT, counts_BT)
+            reward_B = rewards.forward_hard(*row)
         places = range(world.rank + begin * world.size, number, world.size)
         total += reward_B[: len(places)].sum()
     rewards.reshard()

@@ -26,7 +26,7 @@ from torch import Tensor
 from longhaul import dist
 from longhaul.parallel import apply
 from longhaul.posttrain.prompts import SharedPrompts
-from longhaul.step import MicroBatch
+from longhaul.step import MicroBatch, Objective
 from longhaul.vocab.statistics import VocabStats, vocab_stats
 from model import Decoder, OnHost, wide
 
@@ -218,7 +218,7 @@ def model_inputs(micro: MicroBatch) -> dict:
 # ---- the objective
 
 
-class PolicyObjective:
+class PolicyObjective(Objective):
     """What a step of `longhaul.step.train_step` minimises, over micro-batches of `micro_batch`.
 
     `reference` is a model of `longhaul.step.frozen`; without one there is no KL, and with a kl_coef

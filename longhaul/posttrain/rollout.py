@@ -1,8 +1,5 @@
 """Responses sampled from a policy, with what the policy said of their tokens when it drew them.
 
-A draw needs one random number, which is a hash of (seed, step, prompt, response, token): neither
-the number of ranks, nor what else is sampled at the same time, nor a resume changes it.
-
 Letters: B prompts, G responses of each, R = B*G rows, P tokens of a prompt, T response tokens,
 D model width, V vocabulary.
 """
@@ -15,17 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from base.machine import platform
-from data.order import GOLDEN, MASK, mix
 from data.prompts import Prompt
 from longhaul import dist
 from longhaul.exits import NumericalHalt
-from longhaul.generate import check_sampling, prompt_part
+from longhaul.generate import prompt_part
 from longhaul.kinds import attention_kind
 from longhaul.parallel import apply
 from longhaul.posttrain import policy
 from longhaul.posttrain.prompts import CacheBehindPrompts
+from longhaul.sampling import check_sampling, decode, draw, uniforms
 from longhaul.vocab import vocab_stats
 from model import Decoder, KVCache, wide
 
@@ -81,40 +79,6 @@ class Fault(NamedTuple):
 
     where: str
     hidden_1D: Tensor
-
-
-# ---- random numbers
-
-
-def uniforms(
-    seed: int,
-    step: int,
-    prompts: Sequence[int],
-    responses: int,
-    positions: int,
-) -> np.ndarray:
-    """Numbers in [0, 1), float64 [prompts, responses, positions]; each is a hash of its own."""
-    key = np.array(mix(seed & MASK), dtype=np.uint64)
-    for coordinate in np.ix_([step], prompts, range(responses), range(positions)):
-        key = mix(key + (coordinate.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN))
-    return (key[0] >> np.uint64(11)) * 2.0**-53
-
-
-def draw(
-    logits_RV: Tensor,
-    uniform_R: Tensor,
-    temperature: float,
-) -> Tensor:
-    """A token of each row by the inverse of the distribution function: the first one at which the
-    sum of probabilities, which is taken in float64, exceeds the random number.
-    """
-    if temperature == 0:
-        return logits_RV.argmax(-1)
-    p_RV = (logits_RV / temperature).softmax(-1)
-    sum_RV = p_RV.cumsum(-1, dtype=torch.float64)
-    wanted_R1 = uniform_R[:, None] * sum_RV[:, -1:]
-    token_R1 = torch.searchsorted(sum_RV, wanted_R1, right=True)
-    return token_R1.squeeze(1).clamp(max=logits_RV.shape[1] - 1)
 
 
 def largest_logit(hidden_1D: Tensor, weight_VD: Tensor) -> Tensor:
@@ -228,6 +192,19 @@ def of_all_ranks(own: Any, world: dist.World) -> list:
     return found
 
 
+def padded(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """Responses as rows [B, T] of tokens, on the host, and 1 for those that count, fp32."""
+    tokens_BT = pad_sequence([sample.tokens_T for sample in samples], batch_first=True)
+    lengths_B = torch.tensor([len(sample.tokens_T) for sample in samples])
+    counts_BT = torch.arange(tokens_BT.shape[1]) < lengths_B[:, None]
+    return tokens_BT, counts_BT.float()
+
+
+def _tokens_drawn(figures_SR: Tensor) -> Tensor:
+    """The tokens [R, 1] of figures."""
+    return figures_SR[0].long()[:, None]
+
+
 class _Sampler:
     """Runs batches of prompts, with as many forwards on all ranks."""
 
@@ -326,15 +303,16 @@ class _Sampler:
         shape = (self.sampling.seed, self.step, numbers, len(token_R1) // len(numbers), positions)
         uniform_RT = torch.from_numpy(uniforms(*shape)).flatten(0, 1).to(self.device)
 
+        def next_figures(position: int, token_R1: Tensor) -> Tensor:
+            head = functools.partial(self.drawn, uniform_RT[:, position])
+            return self.model(token_R1, cache=cache, head=head)
+
         ended_R = torch.full((len(token_R1),), not batch, device=self.device)
         figures: list[Tensor] = []
-        for position in range(positions):
-            head = functools.partial(self.drawn, uniform_RT[:, position])
-            figures_SR = self.model(token_R1, cache=cache, head=head)
+        for figures_SR in decode(next_figures, token_R1, _tokens_drawn, positions):
+            self._judge(figures_SR, ended_R, batch, position=len(figures))
             figures.append(figures_SR)
-            self._judge(figures_SR, ended_R, batch, position)
-            token_R1 = figures_SR[0].long()[:, None]
-            ended_R = ended_R | self.sampling.ends(token_R1[:, 0])
+            ended_R = ended_R | self.sampling.ends(_tokens_drawn(figures_SR)[:, 0])
 
             going_on = self.fault is None and not bool(ended_R.all())
             if not dist.any_rank(going_on):

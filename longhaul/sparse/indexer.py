@@ -40,7 +40,7 @@ from model import (
     rotate,
 )
 
-FIGURES = ("indexer_kl", "indexer_recall", "indexer_recall_limit")
+LEARNER = "indexer"  # the submodule that learns from a loss of its own
 SAMPLED_QUERIES = 16  # of a document, over whose keys the recall is measured
 
 
@@ -144,14 +144,43 @@ def own_losses(model: Decoder, warming: bool) -> Iterator[LayerLosses]:
             layer.losses = IDLE
 
 
-def figures(model: Decoder) -> Tensor:
-    """What the layers measured in the newest forward that learned, [2, figures]: sums, and by what
-    they are to be divided, in the order of FIGURES; no figures for another attention.
+class IndexerObjective:
+    """Around the objective `inner` of a step (longhaul/step.py), whose `state` is given: layers
+    learn by losses of their own next to it and, in the dense warm-up, by nothing else.
     """
-    layers = [layer.attention for layer in model.layers]
-    if not isinstance(layers[0], IndexedAttention):
-        return torch.empty((2, 0), device=model.norm.weight.device)
-    return torch.stack([layer.measured for layer in layers]).sum(0)
+
+    measures = ("indexer_kl", "indexer_recall", "indexer_recall_limit")
+
+    def __init__(self, inner, state):
+        self.inner = inner
+        self.state = state
+        self.weight = inner.weight
+        self.tokens = inner.tokens
+        self.around = contextlib.ExitStack()
+
+    @property
+    def warming(self) -> bool:
+        """Whether the step is of the dense warm-up."""
+        return self.state.step < self.state.cfg.dense_steps
+
+    def loss(self, model: Decoder, micro: dict, divisor: Tensor) -> Tensor:
+        """The inner loss, with the gradients of the layers' own."""
+        own = self.around.enter_context(own_losses(model, self.warming))
+        return own.added_to(self.inner.loss(model, micro, divisor), divisor)
+
+    def after_backward(self, model: Decoder) -> Tensor:
+        """What the layers measured in the forward that was learned from."""
+        self.around.close()
+        if self.warming:
+            keep_learners(model)
+        return torch.stack([layer.attention.measured for layer in model.layers]).sum(0)
+
+
+def keep_learners(model: Decoder):
+    """Drop the gradients of all parameters but the indexers', so that only these change."""
+    for name, parameter in model.named_parameters():
+        if LEARNER not in name.split("."):
+            parameter.grad = None
 
 
 # ---- the layer
@@ -243,7 +272,7 @@ class IndexedAttention(SelectedAttention):
         check(config)
         self.indexer = Indexer(config, ops)
         self.losses = IDLE
-        # what the newest forward that learned measured, as `figures`
+        # what the newest forward that learned measured, [2, measures]
         self.measured: Tensor | None = None
 
     def inputs(

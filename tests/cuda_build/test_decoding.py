@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longhaul import generate, kernels
 from longhaul.clock import ClockedCache
-from longhaul.generate import CapturedSteps, _choose
+from longhaul.generate import CapturedSteps
 from longhaul.kinds import KINDS
+from longhaul.sampling import draw
 from model import ModelConfig
 from tests.cuda_build.fakes import HOPPER, card
 
@@ -119,8 +120,9 @@ def test_a_step_of_fixed_shapes_has_the_same_operators_for_every_token():
 @pytest.mark.parametrize("temperature, top_k, top_p", [(0, 0, 1.0), (0.8, 50, 1.0), (1.0, 0, 0.9)])
 def test_a_token_is_chosen_without_waiting_for_the_device(temperature, top_k, top_p):
     with card(HOPPER):
-        logits_V = torch.empty(1000, device="cuda", dtype=torch.bfloat16)
-        token_1 = _choose(logits_V, temperature, top_k, top_p, None)
+        logits_1V = torch.empty(1, 1000, device="cuda", dtype=torch.bfloat16)
+        uniform_1 = torch.empty(1, device="cuda", dtype=torch.float64)
+        token_1 = draw(logits_1V, uniform_1, temperature, top_k, top_p)
     assert token_1.device.type == "cuda"
     assert token_1.shape == (1,)
 

@@ -16,7 +16,7 @@ from types import ModuleType, TracebackType
 
 from footprint.refusal import LIBRARY, PACKAGES, Refused, place_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PARTS = ("longhaul", "footprint", "profile_memory.py", "verify_chunked_loss.py")
 OURS = tuple(str(ROOT / name) for name in PARTS)
 # what multiprocessing names a script whose main part it does not run
@@ -84,6 +84,18 @@ class UsersFile:
         if found is None:
             return name == "footprint"
         return found.origin in (str(ROOT / f"{name}.py"), str(ROOT / name / "__init__.py"))
+
+
+def named_function(flag: str, words: str) -> Callable:
+    """The function that FILE.py:FUNCTION names. ValueError if it cannot be had."""
+    path, _, name = words.rpartition(":")
+    file = UsersFile(path)
+    with told_in_one_line():
+        module = file.load()
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{flag} {words}: {path} has no function {name}: give one that it has")
+    return file.function(function)
 
 
 def _is_python(file: Path) -> bool:

@@ -91,15 +91,8 @@ def taken_apart() -> contextlib.AbstractContextManager:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor lies in a storage that takes memory. Forward derivatives that are zero do
-    not, nor do tensors on meta but for those that torch.load will put elsewhere.
-    """
-    if tensor.layout != torch.strided or tensor._is_zerotensor():
-        return False
-    if not tensor.is_meta:
-        return True
-    place = tensor.untyped_storage()._fake_device
-    return place is not None and str(place) != "meta"
+    """Whether the tensor lies in a storage. Forward derivatives that are zero do not."""
+    return tensor.layout == torch.strided and not tensor._is_zerotensor()
 
 
 def is_flag(tensor: torch.Tensor) -> bool:

@@ -29,7 +29,7 @@ ADAMW = 12  # bytes of a parameter that the host updates: its weight and two mom
 PROCESS_GIB = 0.45 if torch.version.cuda is None else 0.66
 # Context, workspaces and the allocator's rounding on a GPU, where nothing is replayed
 CUDA_CONTEXT_GIB = 1.0
-LARGEST = "ste_legacy"  # of GRADE's methods: the others need less
+LARGEST = ("ste", "ste_legacy")  # of GRADE's methods: each other one needs what one of them does
 KEPT = ("parameter", "optimizer")  # categories of what every stage holds
 FIXED = (*KEPT, "gradient", "unsharded")  # that are as large for every number of tokens
 WARM_UP = "dense warm-up"  # a stage: steps in which only an indexer learns
@@ -233,5 +233,6 @@ def largest(cfg: TrainConfig, ranks: int = 1) -> TrainConfig:
             return in_warm_up(cfg)
         return dataclasses.replace(cfg, indexer_warmup=0)
     if isinstance(cfg, GradeConfig) and cfg.method == "all":
-        return dataclasses.replace(cfg, method=LARGEST)
+        each = [dataclasses.replace(cfg, method=method) for method in LARGEST]
+        return max(each, key=lambda one: needs(one, ranks).peak)
     return cfg

@@ -275,7 +275,6 @@ def case(
             else {"time, ms": why[name]}
         )
         run.row(
-            TABLE,
             loss=name + ", half ignored" * ignored,
             width=D,
             tokens=N,
@@ -328,7 +327,7 @@ def main(args: list[str] | None = None):
     )
     if given.only:
         command += " --only " + shlex.join(given.only)
-    run = Run(given.out, "The loss over the vocabulary", command, where(device), toy=False)
+    run = Run(given.out, "The loss over the vocabulary", command, where(device), TABLE)
     table = {
         name: loss
         for name, loss in variants(device, run.note).items()

@@ -35,9 +35,9 @@ IN_PLACE = {
     aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
 }
 # Gradients of the larger and the smaller of two, half of them where both are equal. They mask what
-# `where` has made in them: fmax and fmin so since torch 2.15, the others since they were written.
+# `where` has made in them: fmax and fmin so since torch 2.14, the others since they were written.
 TIES = ["MaximumBackward0", "MinimumBackward0", "ClampMinBackward1", "ClampMaxBackward1"]
-if torch.__version__ >= (2, 15):
+if torch.__version__ >= (2, 14):
     TIES += ["FmaxBackward0", "FminBackward0"]
 # `sub` and `mul` only in this formula, which goes on with what these operators made in it.
 BCE = "BinaryCrossEntropyWithLogitsBackward0"

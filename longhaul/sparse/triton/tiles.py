@@ -213,7 +213,7 @@ def refusal(
 
     available = shared_memory(device)
     needed = shared_memory_needed(M, K, dtype.itemsize, block, available)
-    if available < needed:
+    if device.type == "cuda" and available < needed:
         return (
             f"{given} and sizes that need {needed:,} bytes of shared memory, and {device} has "
             f"{available:,}: {REMEDY}"

@@ -367,7 +367,11 @@ def test_a_default_device_is_that_of_tensors_made_without_one():
         found.append(report("before"))
     finally:
         torch.set_default_device(None)
-    assert len({one.peak for one in found}) == 1
+    in_block, *others = (one.peak for one in found)
+    counts = 0
+    if torch.__version__ < (2, 13):  # AdamW's numbers of steps are on the default device
+        counts = 4 * len(list(one_layer().parameters()))  # bytes
+    assert others == [in_block + counts] * 3
     assert found[0].stages["start"]["parameter"] == stored(one_layer())
 
 

@@ -210,11 +210,6 @@ class Replay:
     peak_reserved: int  # in segments
     segments: str  # "classic" or "expandable"
 
-    def scaled(self, scale: float) -> "Replay":
-        """The peaks of a step that needs so many times as much."""
-        peaks = (self.peak_live, self.peak_allocated, self.peak_reserved)
-        return Replay(*(int(scale * peak) for peak in peaks), self.segments)
-
 
 class Run:
     """An allocator, and the block and the bytes of each storage."""

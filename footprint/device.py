@@ -165,13 +165,11 @@ class Demand:
     ranks: int
     classic: Replay
     expandable: Replay
-    scale: float = 1.0  # what the step needs, as a multiple of what its trace does
 
     @classmethod
-    def of(cls, trace: Trace, ranks: int = 1, scale: float = 1.0) -> "Demand":
+    def of(cls, trace: Trace, ranks: int = 1) -> "Demand":
         trace = with_cublas(trace, multiplying_threads(trace))
-        classic, expandable = (found.scaled(scale) for found in replays_of(trace))
-        return cls(trace, ranks, classic, expandable, scale)
+        return cls(trace, ranks, *replays_of(trace))
 
     @property
     def least_bytes(self) -> int:
@@ -199,21 +197,20 @@ class Demand:
             return Placement.FITS
         if self.classic.peak_live + beyond > device_bytes:
             return Placement.TOO_SMALL
-        if runs_within(self.trace, device_bytes, self.ranks, self.scale):
+        if runs_within(self.trace, device_bytes, self.ranks):
             return Placement.FITS
         if self.expandable.peak_reserved + beyond <= device_bytes:
             return Placement.EXPANDABLE
         return Placement.TOO_SMALL
 
 
-def runs_within(trace: Trace, device_bytes: int, ranks: int = 1, scale: float = 1.0) -> bool:
-    """Whether classic segments hold the step on a device of that size; it needs `scale` times what
-    the trace does.
+def runs_within(trace: Trace, device_bytes: int, ranks: int = 1) -> bool:
+    """Whether classic segments hold the step on a device of that size.
 
     The allocator gives back free segments before it fails, so that less than `peak_reserved` may
     be enough.
     """
-    capacity = int((device_bytes - sum(beyond_the_allocator(ranks).values())) / scale)
+    capacity = device_bytes - sum(beyond_the_allocator(ranks).values())
     if capacity <= 0:
         return False
     try:

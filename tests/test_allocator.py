@@ -244,15 +244,6 @@ def test_each_thread_that_multiplies_has_a_workspace_of_cublas(stages, threads, 
     assert with_cublas(found, multiplying_threads(found), capability) is found or not threads
 
 
-def test_a_step_that_needs_twice_what_its_trace_does_needs_twice_the_device():
-    trace = random_trace(3)
-    beyond = sum(beyond_the_allocator().values())
-    once, twice = Demand.of(trace), Demand.of(trace, scale=2.0)
-    assert twice.classic.peak_reserved == 2 * once.classic.peak_reserved
-    for reserved in (once.classic.peak_live - 1, once.least_bytes, once.classic.peak_reserved):
-        assert twice.placement(beyond + 2 * reserved) is once.placement(beyond + reserved)
-
-
 def test_an_empty_trace_reserves_nothing():
     found = replay(Trace(stages=[(0, "start")]))
     assert found.peak_reserved == 0

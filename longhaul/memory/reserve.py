@@ -55,4 +55,4 @@ def _runs(
 ) -> bool:
     """Whether classic segments hold the step."""
     one = demand(cfg, ranks)
-    return runs_within(one.trace, device_bytes, ranks, one.scale)
+    return runs_within(one.trace, device_bytes, ranks)

@@ -23,8 +23,9 @@ from footprint.device import HALF_SINCE, Demand
 from footprint.snapshot import write_snapshot
 from footprint.tables import heading
 from footprint.trace import Trace
+from lab.analysis.config import Measures
+from lab.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul import cli, dist
-from longhaul.analysis.config import Measures
 from longhaul.checkpoint import start
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
@@ -35,7 +36,6 @@ from longhaul.memory.deep import profile
 from longhaul.memory.needs import largest
 from longhaul.memory.plan import host_available_bytes, on_ranks
 from longhaul.memory.search import Verdict, note_on_size
-from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from model import GIB, ModelConfig
 
 DTYPES = spellings(*PRECISIONS)
@@ -154,21 +154,21 @@ class ProfileConfig(Profiler, TrainConfig):
 
 @dataclass(frozen=True)
 class ProfileIntuitor(Profiler, IntuitorConfig):
-    """The flags of scripts.intuitor and the profiler's."""
+    """The flags of lab.intuitor and the profiler's."""
 
     SETTINGS: ClassVar[type[TrainConfig]] = IntuitorConfig
 
 
 @dataclass(frozen=True)
 class ProfileGrade(Profiler, GradeConfig):
-    """The flags of scripts.grade and the profiler's."""
+    """The flags of lab.grade and the profiler's."""
 
     SETTINGS: ClassVar[type[TrainConfig]] = GradeConfig
 
 
 @dataclass(frozen=True)
 class ProfileAnalysis(Profiler, Measures, TrainConfig):
-    """What scripts.run_full_analysis measures, of a model that the flags of train.py describe, and
+    """What lab.run_full_analysis measures, of a model that the flags of train.py describe, and
     the profiler's flags.
     """
 

@@ -27,7 +27,7 @@ ONE_PROCESS = dist.World()
 class Objective(Protocol):
     """What a step minimises: sum of `loss` over all micro-batches of all ranks.
 
-    Pretraining's is `NextToken`; longhaul/posttrain/ has those of post-training. One may stand
+    Pretraining's is `NextToken`; lab/posttrain/ has those of post-training. One may stand
     around another, such as that of layers with losses of their own.
     """
 

@@ -55,11 +55,12 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
     },
     {"longhaul.flops", "longhaul.step"},
     {"longhaul.checkpoint", "longhaul.evals"},
-    {"longhaul.analysis", "longhaul.posttrain"},
+    {"lab.analysis", "lab.posttrain"},
     {"longhaul.memory"},
     {"longhaul.run"},
     {"train", "profile_memory", "verify_chunked_loss"},
     {"scripts"},
+    {"lab"},
     {"benchmarks"},
 ]
 # optional extras of the data preparation

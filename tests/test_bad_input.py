@@ -26,18 +26,8 @@ import verify_chunked_loss
 from base.flags import underscored
 from benchmarks import attention, decoding, kernels, on_gpu, train_step, vocab_loss
 from data import prepare, recall, report, sums
-from scripts import (
-    convert_qwen3,
-    equivalence,
-    evaluate,
-    generate,
-    grade,
-    intuitor,
-    lm_eval,
-    proof_figures,
-    reward,
-    run_full_analysis,
-)
+from lab import grade, intuitor, reward, run_full_analysis
+from scripts import convert_qwen3, equivalence, evaluate, generate, lm_eval, proof_figures
 from tests.readers import evil_pickle
 
 SECONDS = 15

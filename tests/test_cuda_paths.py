@@ -3,6 +3,11 @@
 import pytest
 import torch
 
+from lab.posttrain.prompts import (
+    CacheBehindPrompts,
+    SharedPrompts,
+    shared_prompt_attention,
+)
 from longhaul import kernels
 from longhaul.clock import ClockedCache
 from longhaul.generate import CapturedSteps, cuda_graph
@@ -10,11 +15,6 @@ from longhaul.kernels import attention
 from longhaul.kinds import KINDS
 from longhaul.parallel import context
 from longhaul.parallel.parts import attention_part_backward
-from longhaul.posttrain.prompts import (
-    CacheBehindPrompts,
-    SharedPrompts,
-    shared_prompt_attention,
-)
 from model import Documents, ModelConfig, StandardAttention
 
 needs_gpu = pytest.mark.skipif(

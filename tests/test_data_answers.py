@@ -20,7 +20,7 @@ from data.prepare import main
 from data.sources import Document
 from data.tokenizer import Tokenizer
 from data.tokenizer import train as train_tokenizer
-from scripts import intuitor
+from lab import intuitor
 from tests.test_data_resume import Killed
 from tests.test_data_shards import contents_of
 
@@ -223,17 +223,16 @@ FIRST = (
 MORE = {
     "data.prepare": "--val_fraction 0.1",
     "train.py": f"{SMALL} --batch_size 2 --max_steps 2",
-    "scripts.intuitor": f"{SMALL} --batch_size 2 --group_size 2 --max_response_length 3 "
-    "--max_steps 1",
+    "lab.intuitor": f"{SMALL} --batch_size 2 --group_size 2 --max_response_length 3 --max_steps 1",
 }
 COMMANDS = [
     "data.prepare --input qa.jsonl --text_field question --answer_field meta.answer "
     "--tokenizer runs/base --output data/asked",
     "train.py --data data/asked --init_from runs/base --whole_documents --output_dir runs/taught",
-    "scripts.intuitor --checkpoint runs/taught --data data/asked --reward label "
+    "lab.intuitor --checkpoint runs/taught --data data/asked --reward label "
     "--output_dir runs/rewarded",
 ]
-DOORS = {"data.prepare": main, "train.py": train.main, "scripts.intuitor": intuitor.main}
+DOORS = {"data.prepare": main, "train.py": train.main, "lab.intuitor": intuitor.main}
 
 
 def lines_of(run: str) -> list[str]:

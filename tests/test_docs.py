@@ -116,7 +116,7 @@ def test_the_readme_leads_to_every_page():
 
 def test_no_code_names_a_page_that_is_not_there():
     files = [ROOT / name for name in ("train.py", "profile_memory.py", "verify_chunked_loss.py")]
-    for folder in ("base", "benchmarks", "data", "footprint", "longhaul", "scripts"):
+    for folder in ("base", "benchmarks", "data", "footprint", "lab", "longhaul", "scripts"):
         files += [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.sh")]
     named = {
         name for path in files for name in re.findall(r"docs/\w+\.md", path.read_text("utf-8"))

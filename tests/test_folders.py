@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 import train
 from data import origin, prepare
+from lab.posttrain.rollout import Sampling
 from longhaul import qwen3
 from longhaul.checkpoint import start
 from longhaul.config import TrainConfig
 from longhaul.generate import generate as sampled
-from longhaul.posttrain.rollout import Sampling
 from model import Decoder, ModelConfig
 from scripts import convert_qwen3
 from scripts.source import Source, tokenizer_of

@@ -166,7 +166,7 @@ def test_everything_that_is_imported_is_packaged():
     found = {pattern.rstrip("*") for pattern in packaged["packages"]["find"]["include"]}
     import longhaul
 
-    assert found | set(packaged["py-modules"]) == {*longhaul.NEIGHBOURS, "longhaul"}
+    assert found | set(packaged["py-modules"]) == {*longhaul.NEIGHBOURS, "lab", "longhaul"}
     for name in found:
         for path in (ROOT / name).rglob("*.py"):
             assert (path.parent / "__init__.py").exists(), f"{path.parent} would not be packaged"

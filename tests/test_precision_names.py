@@ -14,19 +14,19 @@ SPELLINGS = ("bf16", "bfloat16", "torch.bfloat16", "fp32", "float32", "torch.flo
 HALF = ("fp16", "float16", "torch.float16")
 # What goes wrong behind --dtype, so that a command ends at once: its line names the folder.
 LATER = {
-    "generate": "--checkpoint /nowhere --ids 1",
-    "evaluate": "--checkpoint /nowhere",
-    "lm_eval": "--checkpoint /nowhere --tasks x",
-    "reward": "--checkpoint /nowhere --data /nowhere --output /nowhere/else",
-    "convert_qwen3": "--checkpoint /nowhere --output /nowhere/else",
-    "run_full_analysis": "--checkpoint /nowhere --out /nowhere/else",
+    "scripts.generate": "--checkpoint /nowhere --ids 1",
+    "scripts.evaluate": "--checkpoint /nowhere",
+    "scripts.lm_eval": "--checkpoint /nowhere --tasks x",
+    "lab.reward": "--checkpoint /nowhere --data /nowhere --output /nowhere/else",
+    "scripts.convert_qwen3": "--checkpoint /nowhere --output /nowhere/else",
+    "lab.run_full_analysis": "--checkpoint /nowhere --out /nowhere/else",
 }
-WITH_HALF = ("convert_qwen3", "run_full_analysis")
+WITH_HALF = ("scripts.convert_qwen3", "lab.run_full_analysis")
 
 
 def refusal(name: str, spelling: str, capsys) -> str:
     """The one line in which a script ends."""
-    script = importlib.import_module(f"scripts.{name}")
+    script = importlib.import_module(name)
     try:
         code = script.main([*LATER[name].split(), "--dtype", spelling])
     except SystemExit as stop:
@@ -37,7 +37,7 @@ def refusal(name: str, spelling: str, capsys) -> str:
 
 @pytest.mark.parametrize("name", LATER)
 def test_every_script_takes_every_spelling(name, capsys, monkeypatch):
-    if name == "lm_eval":
+    if name == "scripts.lm_eval":
         monkeypatch.setattr("scripts.lm_eval.require_extra", lambda: None)
     for spelling in SPELLINGS + (HALF if name in WITH_HALF else ()):
         said = refusal(name, spelling, capsys)

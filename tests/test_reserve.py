@@ -62,7 +62,8 @@ def test_what_the_user_has_set_counts_more(name):
 
 
 def test_every_command_that_trains_imports_it_before_torch():
-    for file in ("train.py", "scripts/__init__.py", "benchmarks/__init__.py"):
+    of_the_lab = [f"lab/{name}.py" for name in ("grade", "intuitor", "reward", "run_full_analysis")]
+    for file in ("train.py", "scripts/__init__.py", "benchmarks/__init__.py", *of_the_lab):
         lines = [
             line
             for line in Path(file).read_text().splitlines()

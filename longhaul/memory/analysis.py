@@ -1,4 +1,4 @@
-"""The memory of an analysis, predicted: the functions of longhaul/analysis run on fake tensors, one
+"""The memory of an analysis, predicted: the functions of lab/analysis run on fake tensors, one
 part after the other; and a meter of what a part really takes.
 
 Every layer is like the others, so a peak is affine in their number and in the number of those that
@@ -20,13 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from footprint.tracker import NO_STORAGE, Tracker
+from lab.analysis import run
+from lab.analysis.autoencoder import Autoencoder
+from lab.analysis.config import AnalysisConfig, Measures
+from lab.analysis.patching import Pairs, Patching
+from lab.analysis.precision import at_precision
+from lab.analysis.samples import Rows
 from longhaul import kernels
-from longhaul.analysis import run
-from longhaul.analysis.autoencoder import Autoencoder
-from longhaul.analysis.config import AnalysisConfig, Measures
-from longhaul.analysis.patching import Pairs, Patching
-from longhaul.analysis.precision import at_precision
-from longhaul.analysis.samples import Rows
 from longhaul.kinds import attention_kind
 from longhaul.memory.needs import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.plan import flag_of
@@ -139,7 +139,7 @@ class Analysed:
     def command(self) -> str:
         """The shell command: what differs from the defaults."""
         checkpoint = shlex.quote(self.checkpoint) if self.checkpoint else "DIR"
-        words = [f"python -m scripts.run_full_analysis --checkpoint {checkpoint}"]
+        words = [f"python -m lab.run_full_analysis --checkpoint {checkpoint}"]
         if self.data:
             words.append(f"--data {shlex.quote(self.data)}")
         words += [

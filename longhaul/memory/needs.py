@@ -16,9 +16,9 @@ import torch
 
 from footprint.device import Demand
 from footprint.timeline import Sizes
+from lab.posttrain.config import GradeConfig, PolicyConfig
 from longhaul.config import TrainConfig
 from longhaul.memory.deep import Profile, profile
-from longhaul.posttrain.config import GradeConfig, PolicyConfig
 from longhaul.staging import PINNED
 
 TRACES = 2  # that are kept, of some megabytes each

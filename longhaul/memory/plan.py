@@ -16,6 +16,7 @@ import torch
 
 from data.progress import duration
 from footprint.device import DEFAULT, Card, beyond_the_allocator, installed_card
+from lab.posttrain.config import PolicyConfig
 from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.dist import World, check_replicas
@@ -24,7 +25,6 @@ from longhaul.kinds import unfit_exchanges
 from longhaul.memory import reserve
 from longhaul.memory.needs import PROCESS_GIB, WARM_UP, Needs, at_least, needs
 from longhaul.parallel import context
-from longhaul.posttrain.config import PolicyConfig
 from model import GIB, ModelConfig
 
 # Ranks on a CPU share one memory with everything else on the machine: a rank that needs more than

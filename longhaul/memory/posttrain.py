@@ -1,4 +1,4 @@
-"""The tables of `--memory_table` of scripts.intuitor and scripts.grade.
+"""The tables of `--memory_table` of lab.intuitor and lab.grade.
 
 They have the sizes of a step that makes whole logits, computed from its shapes, and what longhaul's
 own step needs, which is simulated: the real step on fake tensors. GB = 10^9 bytes.
@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from base.flags import RaisingParser
+from lab.posttrain.config import IntuitorConfig
 from longhaul.memory.deep import Profile, profile
-from longhaul.posttrain.config import IntuitorConfig
 from model import ModelConfig
 
 # bytes of an element
@@ -55,10 +55,10 @@ def of_shape(name: str, **settings) -> IntuitorConfig:
 
 
 def memory_table(words: Sequence[str]) -> str:
-    """The table of `scripts.intuitor --memory_table`, from its other words. ValueError for words
+    """The table of `lab.intuitor --memory_table`, from its other words. ValueError for words
     that make none.
     """
-    parser = RaisingParser(prog="scripts.intuitor --memory_table")
+    parser = RaisingParser(prog="lab.intuitor --memory_table")
     parser.add_argument("--model", default="Qwen2.5-1.5B", choices=list(SHAPES))
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--tokens", default="2048,4096,6144,8192,18432,131072")
@@ -147,8 +147,8 @@ VOCABULARY, WIDTH = 32_000, 4096
 
 
 def grade_table(words: Sequence[str]) -> str:
-    """The table of `scripts.grade --memory_table`. ValueError for other words."""
-    RaisingParser(prog="scripts.grade --memory_table").parse_args(list(words))
+    """The table of `lab.grade --memory_table`. ValueError for other words."""
+    RaisingParser(prog="lab.grade --memory_table").parse_args(list(words))
     return soft_tokens()
 
 

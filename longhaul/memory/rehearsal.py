@@ -16,19 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from data.prompts import Prompt
 from footprint.tracker import Tracker
+from lab.posttrain import grade, policy, reward, rollout
+from lab.posttrain.config import GradeConfig, IntuitorConfig
+from lab.posttrain.grade import GradeObjective
+from lab.posttrain.policy import Group, PolicyObjective, Response
+from lab.posttrain.prompts import SharedPrompts
+from lab.posttrain.reward import RewardModel
+from lab.posttrain.rollout import Sampling
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.dist import local_shard
 from longhaul.memory.batches import CPU, FewOfMany, fake_batch, row_batch
 from longhaul.memory.stages import ROLLOUT, VALIDATION
 from longhaul.parallel import apply
-from longhaul.posttrain import grade, policy, reward, rollout
-from longhaul.posttrain.config import GradeConfig, IntuitorConfig
-from longhaul.posttrain.grade import GradeObjective
-from longhaul.posttrain.policy import Group, PolicyObjective, Response
-from longhaul.posttrain.prompts import SharedPrompts
-from longhaul.posttrain.reward import RewardModel
-from longhaul.posttrain.rollout import Sampling
 from model import Decoder, KVCache, ModelConfig
 
 MICRO_BATCHES = 2  # that run: the second adds to gradients that exist, and all others are like it

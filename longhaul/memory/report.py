@@ -12,10 +12,10 @@ from footprint.allocator import of_step
 from footprint.device import Demand
 from footprint.tables import device_rows, heading, stage_rows, tensor_rows, waterfalls
 from footprint.timeline import alike
+from lab.posttrain.config import PolicyConfig
 from longhaul.config import TrainConfig
 from longhaul.memory.deep import Profile
 from longhaul.memory.needs import PROCESS_GIB
-from longhaul.posttrain.config import PolicyConfig
 from model import GIB
 
 

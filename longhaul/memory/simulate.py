@@ -18,6 +18,7 @@ from base.machine import deterministic
 from footprint.prediction import fake_process_group
 from footprint.trace import Trace
 from footprint.tracker import Tracker
+from lab.posttrain.config import PolicyConfig
 from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.memory.batches import CPU, tensors_of
@@ -25,7 +26,6 @@ from longhaul.memory.platforms import predicting
 from longhaul.memory.rehearsal import Rehearsal, rehearsal
 from longhaul.memory.stages import label, telling
 from longhaul.memory.workspace import Workspaces
-from longhaul.posttrain.config import PolicyConfig
 from model import Decoder
 
 MakeBatch = Callable[[], list[step.MicroBatch]]  # makes the micro-batches of one step

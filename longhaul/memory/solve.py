@@ -14,6 +14,7 @@ import functools
 
 import torch
 
+from lab.posttrain.config import PolicyConfig
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
 from longhaul.memory import fit, reserve
@@ -33,7 +34,6 @@ from longhaul.memory.search import (
     silent,
 )
 from longhaul.memory.simulate import MOST_TOKENS
-from longhaul.posttrain.config import PolicyConfig
 from model import GIB
 
 UNIT = 1024  # tokens: the longest context is a multiple

@@ -20,7 +20,7 @@ SAMPLE_TOKENS = 64
 
 class Source(Protocol):
     """What a run asks for from the kind of training that it does: pretraining, or one of
-    longhaul/posttrain/.
+    lab/posttrain/.
     """
 
     def open(self, log: Logger):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from base.machine import platform
+from lab.posttrain.prompts import SharedPrompts, attention_behind_prompts
 from longhaul.kernels import attention, choose, sdpa
 from longhaul.parallel.parts import attention_kernel, attention_part, attention_part_backward
-from longhaul.posttrain.prompts import SharedPrompts, attention_behind_prompts
 from model import Documents, ModelConfig, OnHost, StandardAttention, document_boundaries
 from tests.cuda_build import engine
 from tests.cuda_build.fakes import AMPERE, HOPPER, TURING, card, heads

@@ -1,0 +1,448 @@
+"""Which parts of a model make it copy: activation patching by symmetric token replacement (Zhang
+and Nanda 2024, arXiv 2309.16042).
+
+A clean prompt reads A B ... A, and the model is asked for the next token. In the corrupt prompt
+another token C of the prompt takes B's place. Both have the same length, so that activations can be
+exchanged position by position. With d = logit of B - logit of C at the last position,
+
+    effect = (d of the patched corrupt prompt - d_corrupt) / (d_clean - d_corrupt)
+
+where patched means: what a layer's attention or MLP adds at some positions is that of the clean
+prompt. 1: these positions alone bring the copy back; 0: they do nothing for it. Each d is the mean
+over the prompts, and the ratio is that of means.
+
+Letters: B pairs of prompts, T tokens of a prompt, R rows of a forward, C columns of the table, D
+model width, V vocabulary.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lab.analysis.activations import behind, hooked, replaced, require_finite, stream
+from longhaul.evals.copies import distance_to_copy
+from longhaul.evals.score import Item, ModelScorer
+from model import IGNORE, Decoder
+
+PATCHED = ("attention", "mlp")
+LEAST_DIFFERENCE = 0.1  # |d_clean - d_corrupt| in logits; below it a ratio to it is noise
+MOST_SPANS = 32  # columns, by default; each costs a forward of each prompt, layer and site
+TOP = 8  # largest effects, of which precisions are compared
+ENTERING = "entering"  # what the layer before has made
+REPLACED = "replaced"  # the column of the tokens that differ
+
+Site = tuple[int, str, str]  # layer, attention or mlp, column
+
+
+class CannotCopy(ValueError):
+    """The model does not tell clean from corrupt prompts, so that there is nothing to patch."""
+
+
+# ---- pairs of prompts
+
+
+class Pairs(NamedTuple):
+    """Clean and corrupt prompts [B, T] on the host, the answers B and the foils C [B]."""
+
+    clean_BT: Tensor
+    corrupt_BT: Tensor
+    answer_B: Tensor
+    foil_B: Tensor
+
+
+def copy_pairs(
+    texts: Sequence[NDArray],
+    length: int,
+    count: int,
+    seed: int = 0,
+) -> Pairs:
+    """Pairs of prompts of `length` tokens from the copies in the texts, at most `count`.
+
+    A token B can be asked for if it stands after A, as another B does in the `length` tokens before
+    it. Every such B of the prompt is replaced by C, a token of the prompt that never follows A in
+    it. ValueError if there is no such place.
+    """
+    if length < 3 or count < 1:
+        raise ValueError(
+            f"{count} pairs of prompts of {length} tokens: give at least 1 pair and 3 tokens"
+        )
+    places = [(text, int(place)) for text in texts for place in _places(np.asarray(text), length)]
+    draw = np.random.default_rng(seed)
+    pairs = []
+    for index in draw.permutation(len(places)):
+        text, place = places[index]
+        pair = _pair(np.asarray(text)[place - length : place + 1], draw)
+        if pair is not None:
+            pairs.append(pair)
+        if len(pairs) == count:
+            break
+
+    if not pairs:
+        tokens = sum(len(text) for text in texts)
+        raise ValueError(
+            f"no token of {tokens} can be copied from the {length} before it: give more data, or "
+            "longer prompts"
+        )
+    columns = zip(*pairs, strict=True)
+    return Pairs(*(torch.from_numpy(np.stack(column)) for column in columns))
+
+
+def _places(ids: NDArray, length: int) -> NDArray:
+    """Where the token after a prompt can be copied from it."""
+    distance = distance_to_copy(ids, 2)
+    place = np.arange(len(ids))
+    inside = (distance > 0) & (distance + 1 <= length) & (place >= length)
+    differs = np.r_[False, ids[1:] != ids[:-1]]  # A A ... A: replacing it would change the question
+    return place[inside & differs]
+
+
+def _pair(ids: NDArray, draw: np.random.Generator) -> tuple[NDArray, ...] | None:
+    """Clean prompt, corrupt prompt, answer and foil of a prompt and its next token; None if no
+    token of the prompt can be the foil.
+    """
+    ids = ids.astype(np.int64)
+    clean = ids[:-1]
+    question, answer = ids[-2:]
+    after_question = np.r_[False, clean[:-1] == question]
+    taken = [question, *clean[after_question]]  # the answer is among them
+    foils = np.setdiff1d(clean, taken)
+    if not len(foils):
+        return None
+
+    foil = draw.choice(foils)
+    corrupt = np.where(after_question & (clean == answer), foil, clean)
+    return clean, corrupt, answer, foil
+
+
+# ---- where the prompts are patched
+
+
+def spans(length: int, most: int) -> list[slice]:
+    """The positions of a prompt, in at most `most` spans: the last position, which is asked, and
+    equal parts of those before it.
+    """
+    if most < 2:
+        raise ValueError(f"{most} spans of positions: give at least 2")
+    before = min(most, length) - 1
+    edges = [round(part * (length - 1) / before) for part in range(before + 1)]
+    return [*map(slice, edges[:-1], edges[1:]), slice(length - 1, length)]
+
+
+def span_name(span: slice) -> str:
+    """Such as 0-127, or 128 for one position."""
+    last = span.stop - 1
+    return f"{span.start}-{last}" if last > span.start else f"{last}"
+
+
+# ---- running
+
+
+@torch.no_grad()
+def logit_differences(
+    model: Decoder,
+    tokens_RT: Tensor,
+    answer_R: Tensor,
+    foil_R: Tensor,
+    chunk: int = 0,
+) -> Tensor:
+    """Logit of the answer - logit of the foil at the last position, fp32 [R] on the device.
+
+    No other logit is computed. With `chunk` a row passes in parts over the KV cache, one at a time.
+    Tokens may also be embeddings [R, T, D].
+    """
+    device = model.embed.weight.device
+    scorer = ModelScorer(model, device, chunk)
+    R, T = tokens_RT.shape[:2]
+    if chunk and R > 1:
+        rows = zip(tokens_RT[:, None], answer_R[:, None], foil_R[:, None], strict=True)
+        return torch.cat([logit_differences(model, *row, chunk) for row in rows])
+
+    def at_the_end(
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        _,
+    ) -> Tensor:
+        """The difference after the tokens that passed, [1, N]."""
+        last_RD = hidden_ND.unflatten(0, (R, -1))[:, -1].float()
+        answers_RD = weight_VD[answer_R.to(device)].float()
+        foils_RD = weight_VD[foil_R.to(device)].float()
+        difference_R = (last_RD * (answers_RD - foils_RD)).sum(1)
+        return difference_R.repeat_interleave(len(hidden_ND) // R)[None]
+
+    asks_nothing = torch.full((R, T), IGNORE)
+    figures_1N = scorer.figures(Item(tokens_RT, asks_nothing), at_the_end)
+    return figures_1N.view(R, T)[:, -1]
+
+
+@dataclass
+class Gains:
+    """What patching a layer has added to the logit difference, summed over pairs of prompts."""
+
+    sums_2C: Tensor  # float64, on the host
+
+    def state_dict(self) -> dict:
+        """All of it, for a file."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from what `state_dict` returned."""
+        self.sums_2C = state["sums_2C"].clone()
+
+
+class Patching:
+    """Patches the pairs of prompts, one layer after another.
+
+    rows        prompts of a forward; with `chunk` one
+    most_spans  columns of positions; there is one more, for the tokens that differ
+    chunk       prompts pass in parts of so many tokens over the KV cache
+
+    ValueError if an activation is not finite, which names its layer; CannotCopy if the model tells
+    clean from corrupt prompts by less than LEAST_DIFFERENCE.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        pairs: Pairs,
+        *,
+        rows: int = 8,
+        most_spans: int = MOST_SPANS,
+        chunk: int = 0,
+    ):
+        self.model = model
+        self.pairs = pairs
+        self.rows = 1 if chunk else rows
+        self.chunk = chunk
+        self.spans = spans(pairs.clean_BT.shape[1], most_spans)
+        self.columns = (*map(span_name, self.spans), REPLACED)
+        self.clean = self._mean_difference(pairs.clean_BT)
+        self.corrupt = self._mean_difference(pairs.corrupt_BT)
+        if not math.isfinite(self.clean - self.corrupt):
+            self._require_finite()
+        check_difference(self.clean, self.corrupt)
+
+    def layer(self, layer: int) -> Tensor:
+        """The effects of a layer's attention and MLP, float64 [2, C] on the host."""
+        gains = self.gains()
+        for start in self.starts():
+            self.add(gains, layer, start)
+        return self.effect(gains)
+
+    def starts(self) -> range:
+        """The first pair of each forward."""
+        return range(0, len(self.pairs.clean_BT), self.rows)
+
+    def gains(self) -> "Gains":
+        """Those of no pair."""
+        return Gains(torch.zeros(len(PATCHED), len(self.columns), dtype=torch.float64))
+
+    def add(
+        self,
+        gains: "Gains",
+        layer: int,
+        start: int,
+    ) -> None:
+        """Add what patching a layer gains to the pairs of the forward that begins with `start`."""
+        part = Pairs(*(x[start : start + self.rows] for x in self.pairs))
+        gains.sums_2C += self._gains(part, layer)
+
+    def effect(self, gains: "Gains") -> Tensor:
+        """The effects [2, C] of a layer, once all its pairs were added."""
+        return gains.sums_2C / len(self.pairs.clean_BT) / (self.clean - self.corrupt)
+
+    def effects(self, layers: Sequence[int]) -> "Effects":
+        """The table of these layers."""
+        effect_L2C = torch.stack([self.layer(layer) for layer in layers])
+        return self.table(layers, effect_L2C)
+
+    def table(self, layers: Sequence[int], effect_L2C: Tensor) -> "Effects":
+        """The table of effects that `layer` has returned."""
+        values = tuple(effect_L2C.flatten().tolist())
+        B, T = self.pairs.clean_BT.shape
+        return Effects(tuple(layers), self.columns, values, self.clean, self.corrupt, B, T)
+
+    def _require_finite(self):
+        for tokens_BT in (self.pairs.clean_BT, self.pairs.corrupt_BT):
+            for tokens_RT in tokens_BT.split(self.rows):
+                require_finite(self.model, (tokens_RT, None), self.chunk)
+
+    def _mean_difference(self, tokens_BT: Tensor) -> float:
+        return self._differences(tokens_BT, self.pairs).double().mean().item()
+
+    def _differences(
+        self,
+        tokens_BT: Tensor,
+        pairs: Pairs,
+    ) -> Tensor:
+        parts = zip(
+            tokens_BT.split(self.rows),
+            pairs.answer_B.split(self.rows),
+            pairs.foil_B.split(self.rows),
+            strict=True,
+        )
+        return torch.cat([logit_differences(self.model, *part, self.chunk) for part in parts])
+
+    def _gains(self, pairs: Pairs, layer: int) -> Tensor:
+        """What patching adds to the difference of the corrupt prompts, summed over them: [2, C].
+
+        The layers before this one run once: a patched run begins with what they give. Rows are
+        pairs of a column and a prompt.
+        """
+        clean = self._read(pairs.clean_BT, layer)
+        corrupt = self._read(pairs.corrupt_BT, layer)
+        rest = behind(self.model, layer)
+        column_R, prompt_R, where_RT = self._patched_rows(pairs)
+
+        def differences(prompts_R: Tensor) -> Tensor:
+            asked = pairs.answer_B[prompts_R], pairs.foil_B[prompts_R]
+            entering_RTD = corrupt[ENTERING][prompts_R]
+            return logit_differences(rest, entering_RTD, *asked, self.chunk)
+
+        unpatched_B = differences(torch.arange(len(pairs.answer_B)))
+        gains_2C = torch.zeros(len(PATCHED), len(self.columns), dtype=torch.float64)
+        for rows_R in torch.arange(len(prompt_R)).split(self.rows):
+            prompts_R = prompt_R[rows_R]
+            for number, site in enumerate(PATCHED):
+                clean_RTD = clean[site][prompts_R]
+                with replaced(self.model, layer, site, patch(clean_RTD, where_RT[rows_R])):
+                    patched_R = differences(prompts_R)
+
+                # what is the same in both prompts gains exactly nothing, whatever a batch rounds
+                differs_RT = (clean_RTD != corrupt[site][prompts_R]).any(2).cpu()
+                is_same_R = ~(differs_RT & where_RT[rows_R]).any(1)
+                gain_R = (patched_R - unpatched_B[prompts_R]).double().cpu()
+                gain_R.masked_fill_(is_same_R, 0)
+                gains_2C[number].index_add_(0, column_R[rows_R], gain_R)
+        return gains_2C
+
+    def _read(self, tokens_BT: Tensor, layer: int) -> dict[str, Tensor]:
+        """What enters the layer, and what its attention and MLP add to it, [B, T, D] each."""
+        parts: dict[str, list[Tensor]] = {name: [] for name in (ENTERING, *PATCHED)}
+
+        def keep(
+            _,
+            site: str,
+            x_BtD: Tensor,
+        ) -> None:
+            parts[site].append(x_BtD)
+
+        def enter(inputs: tuple, _) -> None:
+            parts[ENTERING].append(inputs[0])
+
+        with hooked(self.model.layers[layer], enter):
+            stream(self.model, tokens_BT, [layer], PATCHED, keep, chunk=self.chunk)
+        return {name: torch.cat(parts.pop(name), 1) for name in (ENTERING, *PATCHED)}
+
+    def _patched_rows(self, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
+        """Column and prompt [R] of each row, and the positions [R, T] at which it is patched."""
+        where_CBT = torch.stack([self._where(pairs, c) for c in range(len(self.columns))])
+        column_R, prompt_R = where_CBT.any(2).nonzero(as_tuple=True)
+        return column_R, prompt_R, where_CBT[column_R, prompt_R]
+
+    def _where(self, pairs: Pairs, column: int) -> Tensor:
+        """The positions [B, T] of a column at which the prompts can have other activations: not
+        before the first token that differs.
+        """
+        differs_BT = pairs.clean_BT != pairs.corrupt_BT
+        if column == len(self.spans):
+            return differs_BT
+        begun_BT = differs_BT.cumsum(1) > 0
+        inside_T = torch.zeros(begun_BT.shape[1], dtype=torch.bool)
+        inside_T[self.spans[column]] = True
+        return begun_BT & inside_T
+
+
+def patch(clean_BTD: Tensor, where_BT: Tensor) -> Callable[[Tensor], Tensor]:
+    """For `replaced`: the clean activation at the given positions of rows that pass whole, or in
+    parts one after another.
+    """
+    where_BT1 = where_BT[..., None].to(clean_BTD.device)
+    T = where_BT.shape[1]
+    passed = 0
+
+    def function(x_BtD: Tensor) -> Tensor:
+        nonlocal passed
+        part = slice(passed, passed + x_BtD.shape[1])
+        passed = part.stop % T
+        return torch.where(where_BT1[:, part], clean_BTD[:, part], x_BtD)
+
+    return function
+
+
+def check_difference(clean: float, corrupt: float) -> None:
+    """CannotCopy if clean and corrupt prompts differ by less than LEAST_DIFFERENCE."""
+    if not abs(clean - corrupt) >= LEAST_DIFFERENCE:
+        raise CannotCopy(
+            f"the logit difference is {clean:.3f} on clean and {corrupt:.3f} on corrupt prompts, "
+            f"less than {LEAST_DIFFERENCE} apart, so that circuit scores would be noise: take a "
+            "model that has learned to copy, or data with copies that it knows"
+        )
+
+
+# ---- the table
+
+
+@dataclass(frozen=True)
+class Effects:
+    """The effects of layer x {attention, mlp} x column."""
+
+    layers: tuple[int, ...]
+    columns: tuple[str, ...]
+    values: tuple[float, ...]  # [L, 2, C] in that order
+    clean: float  # mean logit difference
+    corrupt: float
+    pairs: int
+    length: int  # tokens of a prompt
+
+    @property
+    def effect_L2C(self) -> Tensor:
+        """The values as a tensor of the host."""
+        shape = len(self.layers), len(PATCHED), len(self.columns)
+        return torch.tensor(self.values, dtype=torch.float64).view(shape)
+
+    def by_site(self) -> list[tuple[Site, float]]:
+        """Each place and its effect."""
+        sites = itertools.product(self.layers, PATCHED, self.columns)
+        return list(zip(sites, self.values, strict=True))
+
+    def top(self, count: int = TOP) -> list[Site]:
+        """The places with the largest absolute effects, the largest first."""
+        order = sorted(self.by_site(), key=lambda place: -abs(place[1]))
+        return [site for site, _ in order[:count]]
+
+    def record(self) -> dict:
+        """The table for JSON."""
+        return dataclasses.asdict(self) | {"sites": list(PATCHED), "top": self.top()}
+
+    def line(self) -> str:
+        """The largest effect in words."""
+        layer, site, column = self.top(1)[0]
+        value = max(self.values, key=abs)
+        where = "the replaced tokens" if column == REPLACED else f"position {column}"
+        return (
+            f"patching ({self.pairs} pairs of {self.length} tokens): logit difference "
+            f"{self.clean:.2f} clean, {self.corrupt:.2f} corrupt; largest effect {value:.2f}: "
+            f"{site} of layer {layer} at {where}"
+        )
+
+
+def joined(records: Sequence[dict]) -> Effects:
+    """The table of all layers, from the records of tables of some."""
+    first = records[0]
+    return Effects(
+        layers=tuple(layer for record in records for layer in record["layers"]),
+        columns=tuple(first["columns"]),
+        values=tuple(value for record in records for value in record["values"]),
+        clean=first["clean"],
+        corrupt=first["corrupt"],
+        pairs=first["pairs"],
+        length=first["length"],
+    )

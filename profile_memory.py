@@ -1,7 +1,8 @@
 """Predict the peak memory of a training step: `python profile_memory.py --context_length 131072`.
 
-Every flag of train.py is a flag here and means the same. `--step FILE.py` and `--hf FOLDER` predict
-a step that is not longhaul's (docs/FOOTPRINT.md). No GPU is needed, because the real step
+Every flag of train.py is a flag here and means the same. `--script train.py --its flags` predicts
+any training script, `--step FILE.py` and `--hf FOLDER` a step that is not longhaul's
+(docs/FOOTPRINT.md). No GPU is needed, because the real step
 runs on fake tensors. Sizes are in GiB (2^30 bytes) and per rank. Exit code 0: the request fits as
 asked, or no card was named; 2: it fits after a printed change, or bad input; 3: nothing fits.
 """
@@ -19,6 +20,7 @@ import torch
 
 from base.flags import PRECISIONS, RaisingParser, spellings
 from footprint import page
+from footprint.__main__ import main as script_memory
 from footprint.device import HALF_SINCE, Demand
 from footprint.snapshot import write_snapshot
 from footprint.tables import heading
@@ -41,6 +43,7 @@ from model import GIB, ModelConfig
 
 DTYPES = spellings(*PRECISIONS)
 TASKS = ("train", "grade", "intuitor", "analysis")
+SCRIPT = "--script"  # what follows is a training script, with its flags
 MOST_RANKS = 2**16  # that are planned for
 MOST_GPUS = 8  # that --solve world_size tries unless --gpus or --nproc asks for more
 
@@ -232,6 +235,8 @@ def main(args: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     try:
         words = sys.argv[1:] if args is None else args
+        if SCRIPT in words:
+            return script_memory([word for word in words if word != SCRIPT])
         if door.is_asked_for(words):
             return door.main(words, say)
         cfg = cli.parse(flags_of(words), words, __doc__.splitlines()[0], start.completed)

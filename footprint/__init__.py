@@ -7,12 +7,11 @@ See docs/FOOTPRINT.md.
 """
 
 from footprint.estimate import estimate_memory
-from footprint.prediction import Recording, measure, predict
+from footprint.prediction import measure, predict
 from footprint.refusal import Refused
 from footprint.report import Report
 
 __all__ = [
-    "Recording",
     "Refused",
     "Report",
     "estimate_memory",

@@ -6,6 +6,7 @@ Sizes are bytes unless a name says GiB; GiB = 2^30 bytes.
 import difflib
 import enum
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -180,15 +181,11 @@ class Demand:
     @cached_property
     def cards(self) -> dict[str, Placement]:
         """Whether each size of card holds the step."""
-        return {card: self.placement(int(gib * GIB)) for card, gib in SIZES.items()}
+        return placements(self.placement)
 
     def cards_text(self) -> str:
         """The sizes of cards, by whether they hold the step."""
-        groups: dict[str, list[str]] = {}
-        for card, placement in self.cards.items():
-            groups.setdefault(placement, []).append(card)
-        words = [f"{', '.join(cards)} {placement}" for placement, cards in groups.items()]
-        return "; ".join(words)
+        return cards_text(self.cards)
 
     def placement(self, device_bytes: int) -> Placement:
         """Whether a device of that size holds the step."""
@@ -202,6 +199,20 @@ class Demand:
         if self.expandable.peak_reserved + beyond <= device_bytes:
             return Placement.EXPANDABLE
         return Placement.TOO_SMALL
+
+
+def placements(placement: Callable[[int], Placement]) -> dict[str, Placement]:
+    """What a function of bytes says of each size of card."""
+    return {card: placement(int(gib * GIB)) for card, gib in SIZES.items()}
+
+
+def cards_text(cards: Mapping[str, Placement]) -> str:
+    """Sizes of cards in words, by whether they hold something."""
+    groups: dict[str, list[str]] = {}
+    for card, placement in cards.items():
+        groups.setdefault(placement, []).append(card)
+    words = [f"{', '.join(names)} {placement}" for placement, names in groups.items()]
+    return "; ".join(words)
 
 
 def runs_within(trace: Trace, device_bytes: int, ranks: int = 1) -> bool:

@@ -28,6 +28,7 @@ aten = torch.ops.aten
 CPU = torch.device("cpu")
 PLAIN = (Tensor, nn.Parameter)  # a class of the user's may hold other tensors
 MADE = "made before the prediction"  # in place of an operator
+RANDOM_STATE = "torch.get_rng_state"  # what it saves is real even among fake tensors
 CONSTANT = "constant"  # the attribute that PyTorch has for the values of a few fake tensors
 # operators that do not touch the tensor that they are given, or make a tensor of Python's numbers
 UNTOUCHED = (aten.empty_like.default, aten.lift_fresh.default)
@@ -77,7 +78,7 @@ class Given:
             if not _has_memory(tensor):
                 return tensor
             storage = tensor.untyped_storage()
-            if storage._cdata in self.tracker.alive:  # a state of random numbers
+            if self.tracker.made_by(tensor) == RANDOM_STATE:
                 return tensor
             layout = (
                 tensor.dtype,
@@ -117,7 +118,8 @@ class Given:
 
         first = self.double(tensor)
         self.known.give(first, tensor)
-        self._count(first)
+        if not self.tracker.shares(storage, double.storage):
+            self._count(first)
         return double
 
     def _view(

@@ -15,10 +15,11 @@ from torch._functorch import eager_transforms
 from torch.amp import GradScaler
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
+from footprint.given import RANDOM_STATE
 from footprint.memories import DEVICE
 from footprint.patches import Patches
 from footprint.places import StepTracker
-from footprint.refusal import Refused, place
+from footprint.refusal import Refused, Stopped, place
 from footprint.tracker import Tracker, taken_apart
 
 LOCAL = ("localhost", "127.", "::1", "0.0.0.0")
@@ -57,7 +58,7 @@ def random_states(tracker: Tracker) -> Patches:
     def seen() -> Tensor:
         state = get_state()
         tracker.locate()
-        tracker.register(state, "torch.get_rng_state")
+        tracker.register(state, RANDOM_STATE)
         return state
 
     places = (torch, "get_rng_state"), (torch.random, "get_rng_state")
@@ -166,10 +167,6 @@ def refusing_linearized() -> Patches:
     return {(eager_transforms, "lazy_dynamo_disallow"): refused}
 
 
-class Connects(BaseException):
-    """A connection that is refused; no library that downloads takes it for one that failed."""
-
-
 def no_network() -> Patches:
     """A model needs no weights for a prediction, and what came would be lost: this thread looks up
     no other machine.
@@ -182,7 +179,7 @@ def no_network() -> Patches:
         if is_local or threading.get_ident() != thread:
             return find(host, *args, **kwargs)
         where = place().split(" (")[0]
-        raise Connects(
+        raise Stopped(
             f"{where}: this connects to {host}, but nothing is downloaded during a prediction: "
             "make the model from its configuration, without weights, and the batch by "
             "torch.randint or torch.randn"

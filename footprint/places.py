@@ -103,6 +103,7 @@ class StepTracker(Tracker):
         self.graph_task = -1
         self.reached = ""  # the module that the backward has reached
         self.gradients: set[int] = set()
+        self.on_gradient: Callable[[Tensor], None] = lambda parameter: None
         self.handles: list = []
         # Weak references that FakeTensorMode keeps; with them no module can change its dtype.
         self.seen_by_the_mode: MutableMapping = {}
@@ -200,6 +201,12 @@ class StepTracker(Tracker):
             return NO_STORAGE
         return super().register(tensor, op)
 
+    def count_data(self, tensor: Tensor, op: str) -> None:
+        """A real tensor of a data set is in host memory, or in that of the CPU."""
+        is_hosts = self.target == "cuda"
+        with self.on_host() if is_hosts else contextlib.nullcontext():
+            self.register(tensor, op)
+
     def own(self, tensor: Tensor, op: str) -> int:
         """The id of the storage of a module's or an optimizer's tensor."""
         return self.register(self.given.double(local(tensor)), op)
@@ -223,6 +230,7 @@ class StepTracker(Tracker):
     def _note_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.gradients.add(self.own(parameter.grad, "backward"))
+            self.on_gradient(parameter)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -18,8 +18,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from footprint.attention import Attention, NoKernel, settings_kept
@@ -29,12 +27,12 @@ from footprint.device import Card, target_card
 from footprint.fast_path import FastPath
 from footprint.measure import peak_of_last
 from footprint.operators import WITHOUT_MODE, FakeTensors, fake_zeros
-from footprint.outside import STORED, Connects, all_patches
+from footprint.outside import STORED, all_patches
 from footprint.owners import adopt, label, move_data
-from footprint.patches import defaults_kept, patched, switched_on
+from footprint.patches import Place, defaults_kept, patched, switched_on
 from footprint.places import DEPTH, StepTracker
 from footprint.ranks import GlooWorkspaces, as_rank, group_ends
-from footprint.refusal import NO_NESTED, ON_THE_CPU, Refused, place_of
+from footprint.refusal import NO_NESTED, ON_THE_CPU, Refused, Stopped, place_of
 from footprint.report import Report
 from footprint.unknown import branches, written_as_json
 from footprint.values import KERNEL, KnownValues, Reading, undisclosed
@@ -98,6 +96,7 @@ NO_FLOATS = (
     "Unknown found",
 )
 NO_ANSWERS: Mapping[str, object] = MappingProxyType({})
+NO_PATCHES: Mapping[Place, object] = MappingProxyType({})
 
 
 def predict(
@@ -121,11 +120,11 @@ def predict(
     card = target_card(target)
     if world_size < 1:
         raise Refused(f"world_size {world_size} is out of range: give the number of ranks")
-    tracker = _tracker(card, depth)
+    tracker = step_tracker(card, depth)
     with (
         fake_process_group(world_size),
-        as_rank(world_size, _start_fake_group),
-        _on_fake_tensors(tracker, card, answers, world_size),
+        as_rank(world_size, start_fake_group),
+        on_fake_tensors(tracker, card, answers, world_size),
     ):
         trace_two_steps(tracker, build, step)
     return Report.of(tracker, card, world_size)
@@ -142,7 +141,7 @@ def measure(build: Callable[[], State], step: Callable[[State], object]) -> int:
     return peak_of_last(first_step, step)
 
 
-def _tracker(card: Card | None, depth: int) -> StepTracker:
+def step_tracker(card: Card | None, depth: int) -> StepTracker:
     workspaces = KernelWorkspaces("cuda") if card else GlooWorkspaces("cpu")
     attention = Attention(card) if card else None
     return StepTracker(workspaces, True, KnownValues(), depth, attention)
@@ -174,76 +173,24 @@ def trace_two_steps(
         )
 
 
-class Recording:
-    """Predicts a script that cannot be split into build and step.
-
-        with Recording("cuda") as recording:
-            main()  # builds a model and trains it
-        print(recording.report)
-
-    Everything inside the `with` block runs on fake tensors, and the block ends by itself when an
-    optimizer has stepped twice: what lies between the two steps is recorded. Of several optimizers
-    the first one to step counts.
-    """
-
-    def __init__(
-        self, target: str = "cuda", depth: int = DEPTH, answers: Mapping[str, object] = NO_ANSWERS
-    ):
-        self.card = target_card(target)
-        self.answers = answers
-        self.tracker = _tracker(self.card, depth)
-        self.optimizer: Optimizer | None = None  # whose steps are counted
-        self.origins: dict[int, str] | None = None  # since its first step
-        self.report: Report | None = None
-        self.stack = contextlib.ExitStack()
-
-    def __enter__(self) -> "Recording":
-        self.stack.enter_context(_on_fake_tensors(self.tracker, self.card, self.answers))
-        self.stack.enter_context(self.tracker.watching())
-        handle = register_optimizer_step_post_hook(self._stepped)
-        self.stack.callback(handle.remove)
-        return self
-
-    def _stepped(self, optimizer: Optimizer, args, kwargs) -> None:
-        if self.optimizer is None:
-            self.optimizer = optimizer
-        if optimizer is not self.optimizer:
-            return
-        if self.origins is None:
-            self.origins = self.tracker.begin_step()
-            return
-        label(self.tracker, None, self.origins)
-        self.tracker.known.suppose_numbers()
-        self.report = Report.of(self.tracker, self.card, 1)
-        raise Enough
-
-    def __exit__(self, kind, error, raised) -> bool:
-        if kind is Enough:
-            self.stack.close()
-            return True
-        self.stack.__exit__(kind, error, raised)
-        if kind is None:
-            raise Refused(
-                "no optimizer has stepped twice inside the `with` block, so there is no step to "
-                "record: run two steps of a torch.optim optimizer, or use predict(build, step)"
-            )
-        return False
-
-
-class Enough(BaseException):
-    """Ends a script whose step has been recorded."""
-
-
 # ---- fake tensors
 
 
 @contextlib.contextmanager
-def _on_fake_tensors(
-    tracker: StepTracker, card: Card | None, answers: Mapping[str, object], ranks: int = 1
+def on_fake_tensors(
+    tracker: StepTracker,
+    card: Card | None,
+    answers: Mapping[str, object],
+    ranks: int = 1,
+    more: Mapping[Place, object] = NO_PATCHES,
+    reader: type[Reading] = Reading,
 ) -> Iterator[None]:
-    """Operators inside the `with` block allocate nothing and are recorded; errors are refusals."""
+    """Operators inside the `with` block allocate nothing and are recorded; errors are refusals.
+
+    more: patches that replace those of a prediction. reader: what answers for values.
+    """
     patches = all_patches(tracker) | undisclosed() | written_as_json() | real_batches(tracker)
-    patches |= tracker.given.patches()
+    patches |= tracker.given.patches() | dict(more)
     fast_path = FastPath(tracker.known)
     if card:
         fast_path = FastPathOfCuda(tracker.known, tracker.attention)
@@ -252,7 +199,7 @@ def _on_fake_tensors(
     replaced = WITHOUT_MODE | STORED | tracker.given.rules() | fast_path.rules()
     if card:
         replaced |= rules(tracker.attention)
-    reading = Reading(tracker.known, answers, replaced, tracker.given.double)
+    reading = reader(tracker.known, answers, replaced, tracker.given.double)
     tracker.read_argument = reading.argument
     modes: list[TorchFunctionMode] = [reading]
     if card:
@@ -287,7 +234,7 @@ def _refusing() -> Iterator[None]:
     """What fake tensors cannot do is refused in one line."""
     try:
         yield
-    except Connects as error:
+    except Stopped as error:
         raise Refused(str(error)) from None
     except NoKernel as error:
         raise Refused(f"{place_of(error.__traceback__)}: {error}") from error
@@ -332,13 +279,13 @@ def fake_process_group(ranks: int) -> Iterator[None]:
     # A group that failed to start has used up the first name for groups, by which PyTorch's caches
     # of sharded operators know the default group. The end of a group frees all names.
     with group_ends():
-        _start_fake_group(ranks)
+        start_fake_group(ranks)
         torch.distributed.destroy_process_group()
-        _start_fake_group(ranks)
+        start_fake_group(ranks)
         yield
 
 
-def _start_fake_group(ranks: int, start: Callable = torch.distributed.init_process_group) -> None:
+def start_fake_group(ranks: int, start: Callable = torch.distributed.init_process_group) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     start("fake", store=FakeStore(), rank=0, world_size=ranks)

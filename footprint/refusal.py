@@ -26,6 +26,10 @@ class Refused(ValueError):
     """A step that cannot be predicted: one line that says where, and what to do."""
 
 
+class Stopped(BaseException):
+    """The same for a script, whose `except Exception` shall not go on without it."""
+
+
 def place() -> str:
     """The innermost line of the user's files that is running, as "file.py:12", and the line of an
     installed model if that is what it called.
@@ -46,10 +50,15 @@ def lines() -> list[str]:
 def _entries(stack: traceback.StackSummary) -> list[Entry]:
     """Innermost first, without PyTorch, Python and this package."""
     found = [(frame.filename, frame.lineno) for frame in reversed(stack)]
-    return [entry for entry in found if not _is_machinery(entry[0])]
+    return [entry for entry in found if not is_machinery(entry[0])]
 
 
-def _is_machinery(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether a file is neither Python's nor of an installed package nor of this one."""
+    return not file.startswith((PACKAGES, LIBRARY, TORCH, HERE, "<"))
+
+
+def is_machinery(file: str) -> bool:
     if file.startswith(PACKAGES):
         return file.startswith(TORCH)
     return file.startswith((TORCH, HERE, LIBRARY, "<"))

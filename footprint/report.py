@@ -9,7 +9,15 @@ import torch
 
 from footprint.allocator import GIB, STEP, Replay, of_step, replays_of
 from footprint.cuda import not_modelled as left_out
-from footprint.device import Card, Demand, multiplying_threads, with_cublas
+from footprint.device import (
+    Card,
+    Demand,
+    Placement,
+    cards_text,
+    multiplying_threads,
+    placements,
+    with_cublas,
+)
 from footprint.page import page, write
 from footprint.picture import picture
 from footprint.places import StepTracker
@@ -100,6 +108,15 @@ class Report:
         """
         return self.demand.classic.peak_reserved if self.demand else None
 
+    def placement(self, device_bytes: int) -> Placement:
+        """Whether a GPU of that size holds the step."""
+        return self.demand.placement(device_bytes)
+
+    @cached_property
+    def cards(self) -> dict[str, Placement]:
+        """Whether each size of card holds the step."""
+        return placements(self.placement)
+
     # ---- to read
 
     def __str__(self) -> str:
@@ -109,7 +126,7 @@ class Report:
         rows += ["", *tensor_rows(self.largest[:SHOWN]), ""]
         if self.demand:
             rows += device_rows(self.demand)
-            rows.append(f"cards: {self.demand.cards_text()}")
+            rows.append(f"cards: {cards_text(self.cards)}")
         else:
             rows.append(f"live peak {self.peak / GIB:.3f} GiB")
         if self.host_peak:
@@ -144,7 +161,7 @@ class Report:
             "peak_reserved_bytes": self.demand.classic.peak_reserved,
             "peak_reserved_expandable_bytes": self.demand.expandable.peak_reserved,
             "waterfall": waterfalls(self.demand),
-            "cards": dict(self.demand.cards),
+            "cards": dict(self.cards),
         }
 
     def html(self, path: str, title: str = "Memory of a training step") -> None:

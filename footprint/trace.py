@@ -86,7 +86,7 @@ class Trace:
 
     def stage_at(self, time: int) -> str:
         """The stage that `time` lies in."""
-        return _name_at(self.stages, time) or "start"
+        return name_at(self.stages, time) or "start"
 
     @property
     def phases(self) -> list[tuple[int, str]]:
@@ -96,7 +96,7 @@ class Trace:
 
     def module_at(self, time: int) -> str:
         """The module that runs at `time`; "" outside of all."""
-        return _name_at(self.modules, time)
+        return name_at(self.modules, time)
 
     def inside(self) -> dict[int, int]:
         """Time -> bytes of the workspace inside its events."""
@@ -153,6 +153,7 @@ def phase_of(stage: str) -> str:
     return stage.rpartition(" ")[2]
 
 
-def _name_at(starts: list[tuple[int, str]], time: int) -> str:
+def name_at(starts: list[tuple[int, str]], time: int) -> str:
+    """The last name that has started at `time`; "" before the first one."""
     index = bisect.bisect_right(starts, time, key=lambda start: start[0])
     return starts[index - 1][1] if index else ""

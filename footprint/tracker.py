@@ -265,6 +265,19 @@ class Tracker(TorchDispatchMode):
             self._begin_storage(address, storage, tensor, op)
         return self.alive[address][1]
 
+    def shares(self, real: torch.UntypedStorage, fake: torch.UntypedStorage) -> bool:
+        """Whether a real storage is recorded; then the fake one that stands for it is the same."""
+        if real._cdata in self.alive:
+            self.alive[fake._cdata] = self.alive[real._cdata]
+            weakref.finalize(fake, self.alive.pop, fake._cdata, None)
+            return True
+        if real._cdata in self.host:
+            reference, _ = self.host[real._cdata]
+            self.host[fake._cdata] = reference, 0
+            weakref.finalize(fake, self.host.pop, fake._cdata, None)
+            return True
+        return False
+
     def _begin_storage(self, address: int, storage, tensor: torch.Tensor, op: object) -> None:
         identity = self.count
         self.count += 1
@@ -365,7 +378,7 @@ class Tracker(TorchDispatchMode):
 
     def begin(self) -> None:
         """Forget what is gone, date what is alive to time 0, and record from here."""
-        identities = sorted(identity for _, identity in self.alive.values())
+        identities = sorted({identity for _, identity in self.alive.values()})
         storages = {
             identity: replace(self.trace.storages[identity], stage="start")
             for identity in identities

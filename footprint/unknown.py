@@ -159,6 +159,11 @@ def usual(value: object) -> object:
     return USUAL if isinstance(value, Unknown) else value
 
 
+def whole(value: object) -> object:
+    """The usual whole number for an unknown one; any other value as it is."""
+    return int(USUAL) if isinstance(value, Unknown) else value
+
+
 def written_as_json() -> Patches:
     """Unknown numbers in lists and dictionaries can be written by `json`."""
     encode = json.JSONEncoder.iterencode

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from footprint.operators import is_fake
 from footprint.patches import Patches
 from footprint.refusal import HERE, TORCH, Refused, lines, place
-from footprint.unknown import USUAL, Reads, Unknown, branches, is_formatting, usual
+from footprint.unknown import USUAL, Reads, Unknown, branches, is_formatting, usual, whole
 
 # torch draws until no number is out of bounds, which it asks there
 INITIALISATION = torch.nn.init.__file__
@@ -53,7 +53,8 @@ ARE_FINITE = {torch.isfinite, Tensor.isfinite}
 ARE_NOT_FINITE = {torch.isnan, Tensor.isnan, torch.isinf, Tensor.isinf}
 FINITE = "numbers that the step tests are finite"
 # functions whose results have the same shape whatever Unknown they get
-COMPUTES = {"tensor", "as_tensor", "full_like", "fill_", "clamp", "clamp_"}
+COMPUTES = {"tensor", "as_tensor", "full", "full_like", "fill_", "clamp", "clamp_"}
+COMPUTES |= {"__setitem__", "index_fill_", "fill_diagonal_"}
 _ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "pow", "mod", "floordiv")
 _COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne", "where", "masked_fill")
 _UPDATES = ("lerp", "addcmul", "addcdiv", "clamp_min", "clamp_max")
@@ -354,7 +355,7 @@ class Reading(TorchFunctionMode):
         if any(isinstance(leaf, Unknown) for leaf in leaves):
             name = getattr(func, "__name__", "")
             computes = name in COMPUTES or name.startswith("_foreach_")
-            plain = usual if computes else self._known
+            plain = self._number(func, args) if computes else self._known
             self.known.given_unknown = self.known.given_unknown or computes
             args, kwargs = tree_map(plain, (args, kwargs))
         result = self.rules.get(func, func)(*args, **kwargs)
@@ -363,6 +364,12 @@ class Reading(TorchFunctionMode):
             if is_fake(tested):
                 self.known.suppose_all(tested, func in ARE_FINITE)
         return result
+
+    def _number(self, func, args) -> Callable:
+        """What an unknown number is: a whole one if it is written into whole numbers."""
+        name = getattr(func, "__name__", "")
+        is_whole = isinstance(args[0], Tensor) and not args[0].is_floating_point()
+        return whole if is_whole and writes(name) else usual
 
     def _known(self, value):
         """For a function whose result may have another shape with another number."""
@@ -452,6 +459,12 @@ class Reading(TorchFunctionMode):
         given = args[ONE_FACTOR[name]] if ONE_FACTOR[name] < len(args) else named
         indices = given if isinstance(given, tuple) else (given,)
         return any(index is tensor for index in indices)  # not the bound of a slice
+
+
+def writes(name: str) -> bool:
+    """Whether a method of that name writes into its tensor."""
+    is_own = name.startswith("__i") or name == "__setitem__"
+    return is_own or (name.endswith("_") and not name.endswith("__"))
 
 
 # ---- models that ask

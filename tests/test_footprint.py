@@ -23,11 +23,10 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import footprint as benchmark
-from footprint import Recording, Refused, Report, measure, predict, probe, unknown
+from footprint import Refused, Report, measure, predict, probe, unknown
 from tests.footprint_models import (
     STEPS,
     WIDTH,
-    Transformer,
     images,
     mlp,
     observe,
@@ -526,26 +525,6 @@ def test_a_list_answers_one_reading_of_a_line_after_another():
 
 
 # ---- a script
-
-
-def script():
-    model = Transformer()
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(10**6):
-        train((model, optimizer), tokens)
-
-
-def test_a_script_that_cannot_be_split_is_recorded_and_ends_by_itself():
-    with Recording("cpu") as recording:
-        script()
-    report = recording.report
-    assert report.peak == predicted("transformer", "cpu").peak
-    assert report.stages["optimizer"]["optimizer"] > report.stages["optimizer"]["parameter"]
-
-
-def test_a_script_without_two_steps_is_refused():
-    with pytest.raises(Refused, match="no optimizer has stepped twice"), Recording("cpu"):
-        mlp()
 
 
 # ---- CUDA

@@ -1,0 +1,189 @@
+"""`footprint train.py --its flags`: will a training script fit, unchanged, and where is its peak?
+
+    footprint [flags] SCRIPT.py [its flags]
+    footprint [flags] -m MODULE [its flags]
+
+The flags of footprint stand before the script; what follows is the script's. The report goes to
+standard output, all else to standard error. Exit codes: 0 it fits, or no card was named; 2 it fits
+after a change that is printed; 3 it does not fit; 4 it cannot be predicted, and the line and what
+to do are printed; 1 an error of the script.
+"""
+
+import argparse
+import ast
+import json
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+
+from footprint.allocator import GIB
+from footprint.answer import ScriptReport
+from footprint.device import Placement, target_card
+from footprint.refusal import HERE, Refused
+from footprint.script import ALLOCATOR, EXPANDABLE, LIMIT, Failed, Script, predict_script
+
+FITS = 0
+FAILED = 1
+REFUSED = 4
+CODES = {Placement.FITS: 0, Placement.EXPANDABLE: 2, Placement.TOO_SMALL: 3}
+MOST_RANKS = 2**16
+# how a refusal says that a value may be given
+GIVE_ANSWER = re.compile(r"answers=\{'([^']+)': \.\.\.\}")
+RUNNERS = ("<frozen runpy>", "runpy.py")
+
+
+class Parser(argparse.ArgumentParser):
+    """A wrong flag is answered in one line, with the exit code of what is refused."""
+
+    def error(self, message: str):
+        raise Refused(message)
+
+
+def parser() -> Parser:
+    """The flags of the command."""
+    lines = __doc__.splitlines()
+    made = Parser(
+        prog="footprint",
+        usage="footprint [flags] SCRIPT.py [its flags]\n"
+        "       footprint [flags] -m MODULE [its flags]",
+        description=lines[0],
+        epilog="\n".join(lines[5:]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("--gpu", default="", metavar="NAME", help="card that shall hold it, such as H100; or cpu")
+    add("--nproc", type=int, default=0, metavar="N", help="predict it as under torchrun, N ranks")
+    add("--json", default="", metavar="FILE", help="file to write: every result")
+    add("--html", default="", metavar="FILE", help="file to write: the timeline and the tables")
+    add("--snapshot", default="", metavar="FILE", help="file for docs.pytorch.org/memory_viz")
+    add(
+        "--answer",
+        action="append",
+        default=[],
+        metavar="FILE:LINE=VALUE",
+        help="value that is read from a tensor in a line, such as train.py:12=False",
+    )
+    add("--limit", type=float, default=LIMIT, metavar="SECONDS", help="default: %(default)s")
+    add("-m", dest="is_module", action="store_true", help="the script is a module")
+    add("script", metavar="SCRIPT.py", help="the script, and behind it its own flags")
+    add("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return made
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """The flags of a command line; Refused for what is wrong with them."""
+    flags = parser().parse_args(words)
+    if not 0 <= flags.nproc <= MOST_RANKS:
+        raise Refused(f"--nproc {flags.nproc} is out of range: give 1 to {MOST_RANKS}")
+    if not flags.limit > 0:
+        raise Refused(f"--limit {flags.limit:g} is out of range: give seconds above 0")
+    if not flags.is_module and not Path(flags.script).is_file():
+        raise Refused(f"{flags.script}: there is no such file: name the script behind the flags")
+    if flags.snapshot and flags.gpu == "cpu":
+        raise Refused("--snapshot is what a GPU's allocator records: drop --gpu cpu")
+    return flags
+
+
+def answers(given: list[str]) -> dict[str, object]:
+    """The values of --answer by their lines."""
+    found = {}
+    for words in given:
+        line, _, text = words.rpartition("=")
+        if not re.fullmatch(r".+:\d+", line):
+            raise Refused(f"--answer {words}: give FILE.py:LINE=VALUE")
+        try:
+            found[line] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            raise Refused(f"--answer {words}: give a value of Python's, such as False") from None
+    return found
+
+
+def main(words: list[str] | None = None) -> int:
+    """Answer a command line; the exit code."""
+    try:
+        flags = parse(sys.argv[1:] if words is None else words)
+        script = Script(
+            name=flags.script,
+            args=tuple(flags.args),
+            is_module=flags.is_module,
+            target=flags.gpu or "cuda",
+            nproc=flags.nproc,
+            answers=answers(flags.answer),
+            limit=flags.limit,
+        )
+        return tell(predict_script(script, say), flags)
+    except Refused as refusal:
+        words = GIVE_ANSWER.sub(r"--answer \1=VALUE", str(refusal))
+        say(f"footprint: {' '.join(words.split())}")
+        return REFUSED
+    except Failed as failure:
+        say(f"{told(failure.__cause__)}footprint: {failure}")
+        return FAILED
+
+
+def tell(report: ScriptReport, flags: argparse.Namespace) -> int:
+    """Print and write the report; the exit code."""
+    print(report)
+    placement = Placement.FITS
+    card = target_card(flags.gpu or "cpu")
+    if card:
+        placement = report.placement(int(card.gib * GIB))
+        print(f"on {card.name} ({card.gib:g} GiB): {placement}")
+    if placement is Placement.EXPANDABLE:
+        print(f"set {ALLOCATOR}={EXPANDABLE}")
+    sys.stdout.flush()
+    code = CODES[placement]
+    title = " ".join([flags.script, *flags.args])
+    if flags.json:
+        found = report.json() | {"script": title, "exit_code": code}
+        Path(flags.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if flags.html:
+        report.html(flags.html, title)
+    if flags.snapshot:
+        report.snapshot(flags.snapshot)
+    return code
+
+
+def told(error: BaseException | None) -> str:
+    """The traceback of the script's error as Python prints it, without what runs the script; ""
+    if it has only ended.
+    """
+    if error is None or isinstance(error, SystemExit):
+        return ""
+    told = traceback.TracebackException.from_exception(error)
+    _cut(told)
+    return "".join(told.format())
+
+
+def _cut(told: traceback.TracebackException | None) -> None:
+    if told is None:
+        return
+    kept = [frame for frame in told.stack if not frame.filename.startswith((HERE, *RUNNERS))]
+    kept = [frame for frame in kept if not frame.filename.endswith(RUNNERS)]
+    told.stack = traceback.StackSummary.from_list(kept)
+    _cut(told.__cause__)
+    _cut(told.__context__)
+
+
+def say(line: str) -> None:
+    """Print to standard error, at once."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def command() -> None:
+    """The console command. What other programs print that the script starts goes to standard error,
+    and threads that it has started end with it.
+    """
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,176 @@
+"""What a script finds around it: the environment that torchrun sets, other processes and threads,
+compilers, standard input, and a build of PyTorch that can use a GPU.
+"""
+
+import builtins
+import concurrent.futures
+import importlib.util
+import multiprocessing
+import sys
+from collections.abc import Callable
+from concurrent.futures.thread import ThreadPoolExecutor
+
+import torch
+import torch.multiprocessing
+from torch._dynamo import eval_frame
+from torch.utils._pytree import tree_iter
+
+from footprint.late import Awaited
+from footprint.operators import is_fake
+from footprint.patches import Patches
+from footprint.places import StepTracker
+from footprint.refusal import Stopped, is_users, place
+from footprint.values import NO_TWIN, TWIN
+
+MOST_LOCAL = 8  # ranks of one machine
+CUDA_VERSION = "12.8"
+NCCL_VERSION = (2, 27, 5)
+MASKS = "create_block_mask"  # of FlexAttention; compiled, it makes no dense masks
+
+
+def environment(ranks: int) -> dict[str, str]:
+    """What torchrun sets for the first of `ranks` processes."""
+    local = min(ranks, MOST_LOCAL)
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "GROUP_RANK": "0",
+        "ROLE_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(local),
+        "GROUP_WORLD_SIZE": str(-(-ranks // local)),
+        "ROLE_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "footprint",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def surroundings(tracker: StepTracker, ranks: int) -> Patches:
+    """All patches of this file for modules that are always there."""
+    suppose = tracker.known.suppose
+    found = one_thread() | one_process(ranks, suppose) | no_input() | not_compiled(suppose)
+    return found | built_for_cuda() if tracker.target == "cuda" else found
+
+
+def built_for_cuda() -> Patches:
+    """What a build of PyTorch for CUDA says of itself."""
+    return {
+        (torch.version, "cuda"): torch.version.cuda or CUDA_VERSION,
+        (torch.distributed, "is_nccl_available"): lambda: True,
+        (torch.cuda.nccl, "version"): lambda: NCCL_VERSION,
+        (torch.backends.cuda, "is_built"): lambda: True,
+    }
+
+
+# ---- threads and processes
+
+
+def one_thread() -> Patches:
+    """Pools of threads work in the thread that asks them: modes are of one thread."""
+
+    def submit(pool, function: Callable, /, *args, **kwargs) -> concurrent.futures.Future:
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:  # raised where the result is asked for
+            future.set_exception(error)
+        return future
+
+    return {(ThreadPoolExecutor, "submit"): submit}
+
+
+def one_process(ranks: int, suppose: Callable[[str], None]) -> Patches:
+    """torch.multiprocessing.spawn runs the first process here; others that the script itself starts
+    are refused.
+    """
+    start = multiprocessing.process.BaseProcess.start
+
+    def spawned(function, args=(), nprocs: int = 1, *_, **__) -> None:
+        if nprocs > ranks:
+            raise Stopped(
+                f"{place()}: torch.multiprocessing.spawn starts {nprocs} processes: give "
+                f"--nproc {nprocs}"
+            )
+        suppose(f"of {nprocs} processes that {place()} spawns the first one is predicted")
+        function(0, *args)
+
+    def started(process, *args, **kwargs) -> None:
+        if is_users(sys._getframe(1).f_code.co_filename):
+            raise Stopped(
+                f"{place()}: the script starts a process of its own, which is not followed: give "
+                "the script the flags with which one process trains, or start it by torchrun and "
+                "predict it with --nproc"
+            )
+        start(process, *args, **kwargs)
+
+    return {
+        (torch.multiprocessing, "spawn"): spawned,
+        (torch.multiprocessing.spawn, "spawn"): spawned,
+        (multiprocessing.process.BaseProcess, "start"): started,
+    }
+
+
+class NoInput:
+    """Standard input of a script that nobody answers."""
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return 0
+
+    def _refuse(self, *_):
+        raise Stopped(
+            f"{place()}: the script reads standard input, which nobody answers during a "
+            "prediction: give the answer by a flag of the script"
+        )
+
+    read = readline = readlines = __iter__ = _refuse
+
+
+def no_input() -> Patches:
+    """input() and sys.stdin are refused."""
+    stdin = NoInput()
+    return {(builtins, "input"): stdin._refuse, (sys, "stdin"): stdin}
+
+
+# ---- compilers
+
+
+def not_compiled(suppose: Callable[[str], None]) -> Patches:
+    """What is compiled runs as it is written, and the report says so."""
+
+    def eager(callback):
+        if not callback:
+            return callback
+        suppose(f"what {place()} has compiled runs eagerly, which usually needs more memory")
+        compiled = sys._getframe(1).f_locals.get("fn")
+        if getattr(compiled, "__name__", "") == MASKS:
+            suppose(f"{MASKS} in {place()} makes dense masks, which the compiled one does not")
+        return None
+
+    return {(eval_frame, "_callback_from_stance"): eager}
+
+
+def no_launches(tracker: StepTracker) -> Awaited:
+    """A kernel of Triton writes into tensors that are there, and allocates none: its launch does
+    nothing, and the values that it may have written are no longer known.
+    """
+    if tracker.target != "cuda" or importlib.util.find_spec("triton") is None:
+        return {}
+
+    def launched(kernel, *args, **kwargs) -> None:
+        for value in tree_iter((args, kwargs)):
+            if is_fake(value):
+                setattr(value.untyped_storage(), TWIN, NO_TWIN)
+
+    def replaced(*names: str) -> Callable:
+        return lambda module: {(getattr(module, name), "run"): launched for name in names}
+
+    return {
+        "triton.runtime.jit": replaced("JITFunction"),
+        "triton.runtime.autotuner": replaced("Autotuner", "Heuristics"),
+    }

@@ -27,7 +27,7 @@ TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 PADDED = "padded_vocab_size"  # in our own SETTINGS: the ids of the model, unused ones included
 BYTE_LEVEL = "give --tokenizer a byte-level one, such as Qwen's, Llama 3's or GPT-2's"
-INSTALL = "pip install -e '.[tokenizers]', or pip install tokenizers"
+INSTALL = "pip install tokenizers"
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 # A text may be cut here: the expressions below never match across it, nor look behind it.

@@ -1,12 +1,11 @@
 """longhaul: pretraining transformers at very long context. `docs/LOG.md` tells what was tried;
 `README.md` where to start.
 
-`pip install -e .` installs this package, with the planner in longhaul.memory, and next to it the
-modules and packages of NEIGHBOURS. Own code imports `model` for the decoder and the loss.
+It runs from a clone. Code of your own that imports it has the clone on PYTHONPATH, and finds there
+the modules and packages of NEIGHBOURS, too: `model` has the decoder and the loss.
 """
 
 import importlib.util
-import sys
 from pathlib import Path
 
 # Imported under these names, from the folder that this package lies in.
@@ -21,10 +20,6 @@ NEIGHBOURS = (
 def _find_neighbours():
     """ImportError if a module of the user's own hides one of ours."""
     here = Path(__file__).resolve().parent.parent
-    # Installed with -e, ours would otherwise be hidden by any folder called data.
-    if str(here) not in sys.path:
-        sys.path.append(str(here))
-
     for name in NEIGHBOURS:
         found = importlib.util.find_spec(name)
         origin = None if found is None else found.origin

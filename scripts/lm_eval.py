@@ -23,7 +23,7 @@ from longhaul.generate import cast_matrices
 from model import Standard
 from scripts.source import Source, SourceConfig, tokenizer_of
 
-INSTALL = "pip install -e '.[lm_eval]', or pip install lm_eval"
+INSTALL = "pip install lm_eval tokenizers"
 # What a task raises whose settings are wrong, or whose data cannot be had.
 OF_TASKS = (ImportError, OSError, ValueError, TypeError, LookupError)
 

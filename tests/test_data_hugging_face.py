@@ -336,7 +336,7 @@ train.main(["--data", sys.argv[4], "--model_size", "tiny", "--output_dir", sys.a
     )
     assert result.returncode == 2
     first, code, *_, last = result.stderr.splitlines()
-    assert "needs the package tokenizers: run pip install -e '.[tokenizers]'" in first
+    assert "pip install tokenizers" in first
     assert code == "2"
     assert "needs the package tokenizers" in last
     assert not (tmp_path / "d").exists()

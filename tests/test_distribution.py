@@ -1,9 +1,15 @@
-"""The distribution's name: `longhaul` on the package index is somebody else's package."""
+"""The distribution: footprint alone. `longhaul` on the package index is somebody else's package."""
 
+import importlib
+import os
 import re
 import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,18 +33,67 @@ def test_no_file_says_to_install_it_by_name():
     assert set(told) <= allowed
 
 
-def test_the_extras_refer_to_the_name_of_the_distribution():
-    assert PROJECT["name"] != "longhaul"
-    needed = [line for lines in PROJECT["optional-dependencies"].values() for line in lines]
-    own = [line.partition("[")[0] for line in needed if "[" in line]
-    assert own and set(own) == {PROJECT["name"]}
+def test_the_distribution_holds_footprint_alone_and_needs_torch_alone():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert PROJECT["name"] not in ("footprint", "longhaul")
+    assert [line.partition(">")[0] for line in PROJECT["dependencies"]] == ["torch"]
+    assert PROJECT["dependencies"][0] in (ROOT / "requirements.txt").read_text().split()
+    assert settings["packages"] == ["footprint"]
+    assert not [path for path in (ROOT / "footprint").iterdir() if path.is_dir() and has_code(path)]
+    (name,) = settings["package-data"]["footprint"]
+    assert (ROOT / "footprint" / name).exists()
 
 
-def test_every_extra_that_a_remedy_names_exists():
-    extras = PROJECT["optional-dependencies"].keys()
-    named = {
-        found
-        for text in tracked_texts().values()
-        for found in re.findall(r"pip install -e '\.\[(\w+)\]'", text)
+def has_code(folder: Path) -> bool:
+    """Whether the setting `packages` would have to name it."""
+    return any(folder.glob("*.py"))
+
+
+def test_the_console_command_is_a_function_of_the_package():
+    module, _, function = PROJECT["scripts"]["footprint"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_no_remedy_names_an_extra():
+    named = re.compile(r"pip install (-e )?'?\.\[")
+    assert not [name for name, text in tracked_texts().items() if named.search(text)]
+
+
+@pytest.mark.slow
+def test_the_wheel_works_where_there_is_nothing_but_torch(tmp_path):
+    wheel = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    made = subprocess.run(
+        [*wheel, "-w", tmp_path, ROOT], cwd=tmp_path, capture_output=True, text=True
+    )
+    if "No module named 'setuptools'" in made.stderr or "Cannot import" in made.stderr:
+        pytest.skip("this Python has no setuptools to build a wheel with")
+    assert made.returncode == 0, made.stderr
+    (built,) = tmp_path.glob("longhaul_footprint-*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(site)
+    assert {path.name.partition("-")[0] for path in site.iterdir()} == {
+        "footprint",
+        "longhaul_footprint",
     }
-    assert named and named <= extras
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "footprint", "--gpu", "cpu", "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(site) in done.stderr and "live peak" in done.stdout
+
+
+SCRIPT = """
+import footprint, sys, torch
+print(footprint.__file__)
+weight = torch.nn.Parameter(torch.zeros(8))
+optimizer = torch.optim.SGD([weight])
+while True:
+    weight.sum().backward()
+    optimizer.step()
+"""

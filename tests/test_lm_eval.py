@@ -497,4 +497,4 @@ def test_a_task_that_cannot_be_loaded_is_answered_in_one_line(error):
 def test_a_model_without_the_extra_is_answered_in_one_line(folder, capsys, monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     said = refusal(capsys, "--checkpoint", folder, "--tasks", "arc_easy")
-    assert said.endswith("is not installed: pip install -e '.[lm_eval]', or pip install lm_eval")
+    assert "pip install lm_eval" in said

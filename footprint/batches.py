@@ -17,7 +17,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from footprint.operators import is_fake
 from footprint.patches import Patches
 from footprint.places import StepTracker
-from footprint.values import KnownValues
+from footprint.values import MOST_KNOWN, KnownValues, is_alike
+
+FIRST_BATCHES = "whole numbers and masks of a batch are those that its loader has read"
 
 
 def real_batches(tracker: StepTracker) -> Patches:
@@ -81,8 +83,24 @@ class Imagining(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensor, _ = args
         is_made = is_fake(tensor)  # of a dataset that `build` has made
-        if not is_made or self.tracker.is_on_host(tensor):
+        if not is_made:
+            return self._with_numbers(tensor)
+        if self.tracker.is_on_host(tensor):
             return torch.empty_like(tensor)
         self.tracker.locate()
         self.tracker.register(tensor, "DataLoader")
         return tensor
+
+    def _with_numbers(self, real: Tensor) -> Tensor:
+        """A fake tensor for one that the loader has read; whole numbers and masks are known."""
+        known = self.tracker.known
+        fake = torch.empty_like(real)
+        if real.is_floating_point() or real.is_complex() or real.numel() > MOST_KNOWN:
+            return fake
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            copy = torch.empty_like(real)  # alone in its storage
+            copy.copy_(real)
+        if is_alike(fake, copy):
+            known.give(fake, copy)
+            known.suppose(FIRST_BATCHES)
+        return fake

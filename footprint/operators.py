@@ -4,6 +4,7 @@ imitation differs from the kernel.
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -29,12 +30,14 @@ def is_fake(value: object) -> bool:
 
 
 class FakeTensors(FakeTensorMode):
-    """PyTorch's mode, with two corrections that let a storage be one, and end when it does.
+    """PyTorch's mode, with three corrections that let a storage be one, and end when it does.
 
     A copy of a fake tensor belongs to the same mode. copy.deepcopy copies the attributes of a
     tensor, too, and so the mode. For every operator the new one would then make a second storage of
     the copied tensor: the weights of layers that are copies, as nn.TransformerEncoder makes them,
     counted twice.
+
+    A tensor that is set to a real storage, as loaders of weights do, gets one without memory.
 
     No result is remembered by the storage that an operator was given. PyTorch keeps what operators
     return, by their arguments, and would keep what torch.load has read for as long as it runs.
@@ -42,12 +45,25 @@ class FakeTensors(FakeTensorMode):
 
     def __init__(self):
         super().__init__(allow_non_fake_inputs=True)
+        # address of a real storage -> what stands for it, until its last tensor ends
+        self.storages: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
     def dispatch(self, func, types, args=(), kwargs=None):
         if func not in GIVEN_STORAGES:
             return super().dispatch(func, types, args, kwargs)
+        tensor, storage, *layout = args
         with disable_fake_tensor_cache(self):
+            args = (tensor, self._without_memory(storage), *layout)
             return super().dispatch(func, types, args, kwargs)
+
+    def _without_memory(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        if not isinstance(storage, torch.UntypedStorage) or storage.device.type != "cpu":
+            return storage
+        known = self.storages.get(storage._cdata)
+        if known is None or known.nbytes() != storage.nbytes():
+            known = torch.UntypedStorage(storage.nbytes(), device="meta")
+            self.storages[storage._cdata] = known
+        return known
 
     def __deepcopy__(self, memo: dict) -> "FakeTensors":
         return self

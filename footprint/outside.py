@@ -10,8 +10,9 @@ import threading
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import eager_transforms
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import GradScaler
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
@@ -28,7 +29,7 @@ LOCAL = ("localhost", "127.", "::1", "0.0.0.0")
 def all_patches(tracker: StepTracker) -> Patches:
     """All of them that a prediction for the tracker's target needs."""
     found = no_network() | refusing_compiled() | refusing_linearized()
-    found |= saving_nothing() | inference_mode()
+    found |= saving_nothing() | inference_mode() | parameters_by_class()
     if tracker.target == "cuda":
         return found | gpu_scalers() | offloading(tracker)
     return found | random_states(tracker) | arrays(tracker)
@@ -44,6 +45,23 @@ def inference_mode() -> Patches:
             yield
 
     return {(torch._C, "_InferenceMode"): seen}
+
+
+def parameters_by_class() -> Patches:
+    """type(parameter)(tensor, requires_grad=...), as loaders set weights, makes a parameter, though
+    the class of a fake one is FakeTensor.
+    """
+    make = FakeTensor.__new__
+
+    def made(kind, *args, **kwargs):
+        if kwargs.keys() - {"requires_grad"} or len(args) > 2:
+            return make(kind, *args, **kwargs)
+        return nn.Parameter(*args, **kwargs)
+
+    def started(tensor, *args, **kwargs) -> None:
+        """Nothing: a fake tensor is ready."""
+
+    return {(FakeTensor, "__new__"): staticmethod(made), (FakeTensor, "__init__"): started}
 
 
 def random_states(tracker: Tracker) -> Patches:

@@ -33,6 +33,7 @@ from footprint.decisions import Deciding, arrays_of_ones
 from footprint.device import Card, Demand, target_card
 from footprint.downloads import OFFLINE, missing_download, no_downloads, offline
 from footprint.evaluations import Forwards
+from footprint.flexible import flexible_attention
 from footprint.late import patched_when_imported
 from footprint.launch import environment, no_launches, surroundings
 from footprint.owners import label
@@ -101,7 +102,7 @@ def predict_script(script: Script, say: Callable[[str], None]) -> ScriptReport:
         if error.code not in (None, 0):
             raise Failed(f"{script.name} ended with exit code {error.code}") from error
     except Exception as error:  # the script's own, whatever it is
-        raise missing_download(error) or Failed(f"{script.name} failed") from error
+        raise missing_download(error) or Failed(recorder.failure()) from error
     return recorder.finished()
 
 
@@ -146,6 +147,7 @@ class Recorder:
             self._limited(),
         ):
             warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there")
+            warnings.filterwarnings("ignore", message=".*pin_memory. argument is set")
             os.environ.update(OFFLINE)
             if self.script.nproc:
                 os.environ.update(environment(self.script.nproc))
@@ -154,6 +156,8 @@ class Recorder:
     def _patches(self) -> Patches:
         tracker = self.tracker
         found = real_datasets(tracker) | arrays_of_ones(tracker) | self.forwards.patches()
+        if self.card:
+            found |= flexible_attention(tracker)
         return found | no_downloads() | surroundings(tracker, self.ranks)
 
     # ---- where it is
@@ -206,6 +210,11 @@ class Recorder:
         report.segments_grow = EXPANDABLE in os.environ.get(ALLOCATOR, "")
         self.report = report
         raise Enough
+
+    def failure(self) -> str:
+        """What is said of an error of the script, which may come from what was assumed."""
+        assumed = "; ".join(self.tracker.known.assumed)
+        return f"{self.script.name} failed" + (f"; assumed before: {assumed}" if assumed else "")
 
     def finished(self) -> ScriptReport:
         """The report; Refused if the script has ended before its step."""

@@ -94,6 +94,7 @@ NO_OVERFLOW = "no gradient overflows, so that GradScaler lets the optimizer step
 # operators whose results have shapes that follow from known values
 NONZERO = torch.ops.aten.nonzero.default
 REPEATS = torch.ops.aten.repeat_interleave.Tensor
+INDEXED = torch.ops.aten.index.Tensor
 ALL_OR_ANY = (torch.ops.aten.all.default, torch.ops.aten.any.default)
 # operators whose results do not depend on the values of the tensor that they are given
 LIKE = {
@@ -187,13 +188,15 @@ class KnownValues:
             args, kwargs = tree_map(self._real, (tuple(args), dict(kwargs)))
             computed = _tensors(func(*args, **kwargs))
         for fake, real in zip(results, computed, strict=True):
-            if _is_like(fake, real):
+            if is_alike(fake, real):
                 setattr(fake.untyped_storage(), TWIN, (real.untyped_storage(), is_drawn))
 
     def selected(self, func, args) -> Tensor | None:
         """A fake tensor of the shape that `nonzero`, by which a device mesh finds its rank, and
         `repeat_interleave` have for known values; None for anything else.
         """
+        if func is INDEXED:
+            return self._indexed(*args)
         if func not in (NONZERO, REPEATS):
             return None
         real = self.of(args[0])
@@ -207,6 +210,24 @@ class KnownValues:
             alike = args[0].numel() // max(real.numel(), 1)
             count = int(torch.count_nonzero(real)) * alike
         return args[0].new_empty((args[0].dim(), count), dtype=torch.int64).t()
+
+    def _indexed(self, x: Tensor, given: list[Tensor | None]) -> Tensor | None:
+        """What is chosen by masks with known values: as many rows as they have true
+        elements; None without such masks.
+        """
+        masks = [one for one in given if one is not None and one.dtype == torch.bool]
+        if not masks or any(self.of(mask) is None or self.is_drawn(mask) for mask in masks):
+            return None
+        indices = []
+        for index in given:
+            is_mask = index is not None and index.dtype == torch.bool
+            indices += self._positions(index) if is_mask else [index]
+        return INDEXED(x, indices)
+
+    def _positions(self, mask: Tensor) -> list[Tensor]:
+        """The positions of the true elements, along each dimension."""
+        rows = self.selected(NONZERO, (mask,))
+        return [rows.new_empty(rows.shape[0]) for _ in range(mask.dim())]
 
     def suppose_all(self, fake: Tensor, value: bool) -> None:
         """Take all elements of a tensor of booleans to be `value`, unless they are known."""
@@ -257,7 +278,7 @@ def _is_shared(tensor: Tensor) -> bool:
     return getattr(tensor.untyped_storage(), SHARED, False)
 
 
-def _is_like(fake: Tensor, real: Tensor) -> bool:
+def is_alike(fake: Tensor, real: Tensor) -> bool:
     """Whether a real tensor lies in its storage as the fake one does."""
     if not is_fake(fake) or fake.dtype != real.dtype:
         return False

@@ -68,15 +68,26 @@ def built_for_cuda() -> Patches:
 # ---- threads and processes
 
 
+class Done(concurrent.futures.Future):
+    """A result, or an error of the `with` block, which is raised to whoever asks for it."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, raised) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.set_exception(error)
+        return True
+
+
 def one_thread() -> Patches:
     """Pools of threads work in the thread that asks them: modes are of one thread."""
 
     def submit(pool, function: Callable, /, *args, **kwargs) -> concurrent.futures.Future:
-        future: concurrent.futures.Future = concurrent.futures.Future()
-        try:
+        future = Done()
+        with future:
             future.set_result(function(*args, **kwargs))
-        except Exception as error:  # raised where the result is asked for
-            future.set_exception(error)
         return future
 
     return {(ThreadPoolExecutor, "submit"): submit}

@@ -91,18 +91,11 @@ def predict_script(script: Script, say: Callable[[str], None]) -> ScriptReport:
     Refused if it cannot be predicted; Failed for an error of its own.
     """
     recorder = Recorder(script, say)
-    try:
-        with in_its_place(script), recorder.recording():
-            script.run()
-    except Enough:
-        pass
-    except Refused:
-        raise
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            raise Failed(f"{script.name} ended with exit code {error.code}") from error
-    except Exception as error:  # the script's own, whatever it is
-        raise missing_download(error) or Failed(recorder.failure()) from error
+    with contextlib.ExitStack() as stack:
+        stack.push(recorder.ended)
+        stack.enter_context(in_its_place(script))
+        stack.enter_context(recorder.recording())
+        script.run()
     return recorder.finished()
 
 
@@ -211,10 +204,23 @@ class Recorder:
         self.report = report
         raise Enough
 
-    def failure(self) -> str:
-        """What is said of an error of the script, which may come from what was assumed."""
+    def ended(self, kind, error: BaseException | None, raised) -> bool:
+        """How the script has ended; whether that is no error."""
+        if isinstance(error, Enough):
+            return True
+        if isinstance(error, SystemExit):
+            if error.code in (None, 0):
+                return True
+            raise Failed(f"{self.script.name} ended with exit code {error.code}") from error
+        if isinstance(error, Exception) and not isinstance(error, Refused):
+            raise missing_download(error) or self._failed() from error
+        return False
+
+    def _failed(self) -> Failed:
+        """What is said of the script's own error, which may come from what was assumed."""
+        words = f"{self.script.name} failed"
         assumed = "; ".join(self.tracker.known.assumed)
-        return f"{self.script.name} failed" + (f"; assumed before: {assumed}" if assumed else "")
+        return Failed(f"{words}; assumed before: {assumed}" if assumed else words)
 
     def finished(self) -> ScriptReport:
         """The report; Refused if the script has ended before its step."""

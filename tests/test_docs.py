@@ -28,7 +28,7 @@ MOST_WORDS = {  # as `wc -w` counts them
     "docs/DATA.md": 1700,
     "docs/EVALUATION.md": 2100,
     "docs/EXTEND.md": 1100,
-    "docs/FOOTPRINT.md": 2100,
+    "docs/FOOTPRINT.md": 2620,
     "docs/LAB.md": 2100,
     "docs/LOG.md": 2500,
     "docs/RESULTS.md": 1800,

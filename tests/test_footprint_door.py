@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 import profile_memory
+from footprint import __main__ as footprint_command
 from longhaul.memory.search import Bounds
 from tests.tiers import slow
 
 ROOT = Path(__file__).parent.parent
 HUGGING_FACE = "A Hugging Face model"  # sections of docs/FOOTPRINT.md that show what is printed
+SCRIPT = "Your script"
 OF_YOUR_OWN = "A step of your own"
 
 MINE = """
@@ -223,7 +225,7 @@ def sections() -> dict[str, str]:
     return {heading: body for heading, _, body in parts}
 
 
-@pytest.mark.parametrize("heading", [OF_YOUR_OWN, slow(HUGGING_FACE)])
+@pytest.mark.parametrize("heading", [SCRIPT, OF_YOUR_OWN, slow(HUGGING_FACE)])
 def test_an_example_of_the_document_prints_what_it_says(
     heading, tmp_path, monkeypatch, capsys, request
 ):
@@ -240,8 +242,13 @@ def test_an_example_of_the_document_prints_what_it_says(
         elif kind == "text":
             expected += content.splitlines()
     for command in commands:
-        program, script, *args = shlex.split(command)
-        assert (program, script) == ("python", "profile_memory.py")
+        program, *words = shlex.split(command)
+        assert program == "python"
+        if words[:2] == ["-m", "footprint"]:
+            assert footprint_command.main(words[2:]) == 0
+            continue
+        script, *args = words
+        assert script == "profile_memory.py"
         assert profile_memory.main(args) == 0
     printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert commands and expected

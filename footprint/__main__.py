@@ -38,6 +38,8 @@ class Parser(argparse.ArgumentParser):
     """A wrong flag is answered in one line, with the exit code of what is refused."""
 
     def error(self, message: str):
+        if "required" in message:
+            message = "name a script, such as `footprint train.py --its flags`"
         raise Refused(message)
 
 

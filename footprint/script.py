@@ -213,12 +213,14 @@ class Recorder:
                 return True
             raise Failed(f"{self.script.name} ended with exit code {error.code}") from error
         if isinstance(error, Exception) and not isinstance(error, Refused):
-            raise missing_download(error) or self._failed() from error
+            raise missing_download(error) or self._failed(error) from error
         return False
 
-    def _failed(self) -> Failed:
+    def _failed(self, error: Exception) -> Failed:
         """What is said of the script's own error, which may come from what was assumed."""
         words = f"{self.script.name} failed"
+        if isinstance(error, ModuleNotFoundError):
+            words += f": it needs the package {error.name}, which is not installed here"
         assumed = "; ".join(self.tracker.known.assumed)
         return Failed(f"{words}; assumed before: {assumed}" if assumed else words)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_rooms import copy_room
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -61,9 +63,11 @@ def test_no_remedy_names_an_extra():
 
 @pytest.mark.slow
 def test_the_wheel_works_where_there_is_nothing_but_torch(tmp_path):
+    source = tmp_path / "clone"
+    copy_room(source, "footprint", "docs/FOOTPRINT.md", "pyproject.toml", "LICENSE")
     wheel = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     made = subprocess.run(
-        [*wheel, "-w", tmp_path, ROOT], cwd=tmp_path, capture_output=True, text=True
+        [*wheel, "-w", tmp_path, source], cwd=tmp_path, capture_output=True, text=True
     )
     if "No module named 'setuptools'" in made.stderr or "Cannot import" in made.stderr:
         pytest.skip("this Python has no setuptools to build a wheel with")

@@ -203,7 +203,7 @@ while True:
     ("text", "flags", "code", "named"),
     [
         ("raise KeyError('mine')", (), 1, ('File "', "train.py", "KeyError: 'mine'")),
-        ("import not_there", (), 1, ("ModuleNotFoundError",)),
+        ("import not_there", (), 1, ("ModuleNotFoundError", "the package not_there")),
         ("import sys; sys.exit(7)", (), 1, ("7",)),
         ("x = (", (), 1, ("SyntaxError",)),
         ("pass", (), 4, ("train.py", "step")),

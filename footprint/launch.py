@@ -13,6 +13,7 @@ from concurrent.futures.thread import ThreadPoolExecutor
 import torch
 import torch.multiprocessing
 from torch._dynamo import eval_frame
+from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_iter
 
 from footprint.late import Awaited
@@ -52,17 +53,51 @@ def surroundings(tracker: StepTracker, ranks: int) -> Patches:
     """All patches of this file for modules that are always there."""
     suppose = tracker.known.suppose
     found = one_thread() | one_process(ranks, suppose) | no_input() | not_compiled(suppose)
+    found |= alike_objects() | no_anomalies(suppose)
+    found[torch.profiler, "profile"] = NoProfile
     return found | built_for_cuda() if tracker.target == "cuda" else found
 
 
 def built_for_cuda() -> Patches:
-    """What a build of PyTorch for CUDA says of itself."""
-    return {
+    """What a build of PyTorch for CUDA says of itself; its allocator records nothing."""
+    records = ("_record_memory_history", "_dump_snapshot", "_snapshot", "memory_snapshot")
+    silent: Patches = {(torch.cuda.memory, name): lambda *_, **__: None for name in records}
+    return silent | {
         (torch.version, "cuda"): torch.version.cuda or CUDA_VERSION,
         (torch.distributed, "is_nccl_available"): lambda: True,
         (torch.cuda.nccl, "version"): lambda: NCCL_VERSION,
         (torch.backends.cuda, "is_built"): lambda: True,
     }
+
+
+class NoProfile(torch.profiler.profile):
+    """PyTorch's profiler, which measures nothing of a script and has nothing to write. This package
+    measures kernels of a CPU by the real one.
+    """
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def step(self) -> None:
+        pass
+
+    def export_chrome_trace(self, path: str) -> None:
+        pass
+
+
+def no_anomalies(suppose: Callable[[str], None]) -> Patches:
+    """Gradients are not tested for NaN, which no fake tensor holds."""
+    enable = torch.set_anomaly_enabled
+
+    def enabled(mode: bool, check_nan: bool = True) -> None:
+        if mode and check_nan:
+            suppose(f"the tests for NaN that {place()} asks for are left out")
+        enable(mode, False)
+
+    return {(torch, "set_anomaly_enabled"): enabled}
 
 
 # ---- threads and processes
@@ -122,6 +157,49 @@ def one_process(ranks: int, suppose: Callable[[str], None]) -> Patches:
         (torch.multiprocessing.spawn, "spawn"): spawned,
         (multiprocessing.process.BaseProcess, "start"): started,
     }
+
+
+def alike_objects() -> Patches:
+    """Objects of Python that ranks send each other are this rank's."""
+
+    def gathered(found: list, mine: object, *_, **__) -> None:
+        found[:] = [mine] * len(found)
+
+    def gathered_here(mine: object, found: list | None = None, *_, **__) -> None:
+        if found is not None:
+            found[:] = [mine] * len(found)
+
+    def scattered(found: list, given: list | None, *_, **__) -> None:
+        found[0] = given[0]
+
+    def sent(*_, **__) -> None:
+        """Nothing: the objects are here."""
+
+    functions = {
+        "all_gather_object": gathered,
+        "gather_object": gathered_here,
+        "scatter_object_list": scattered,
+        "broadcast_object_list": sent,
+    }
+    modules = (torch.distributed, distributed_c10d)
+    return {(module, name): do for module in modules for name, do in functions.items()}
+
+
+def sharded(tracker: StepTracker) -> Awaited:
+    """FullyShardedDataParallel (FSDP1) runs on the CPU, where fake tensors lie, and is named."""
+
+    def replaced(module) -> Patches:
+        kind = module.FullyShardedDataParallel
+        start = kind.__init__
+
+        def started(model, *args, **kwargs) -> None:
+            tracker.known.suppose(f"FullyShardedDataParallel in {place()} runs as on a CPU")
+            start(model, *args, **kwargs | {"device_id": torch.device("cpu")})
+
+        return {(kind, "__init__"): started}
+
+    name = "torch.distributed.fsdp.fully_sharded_data_parallel"
+    return {name: replaced} if tracker.target == "cuda" else {}
 
 
 class NoInput:

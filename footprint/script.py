@@ -35,13 +35,19 @@ from footprint.downloads import OFFLINE, missing_download, no_downloads, offline
 from footprint.evaluations import Forwards
 from footprint.flexible import flexible_attention
 from footprint.late import patched_when_imported
-from footprint.launch import environment, no_launches, surroundings
+from footprint.launch import environment, no_launches, sharded, surroundings
 from footprint.owners import label
 from footprint.patches import Patches
 from footprint.places import DEPTH
-from footprint.prediction import NO_ANSWERS, on_fake_tensors, start_fake_group, step_tracker
+from footprint.prediction import (
+    NEEDS_RANKS,
+    NO_ANSWERS,
+    on_fake_tensors,
+    start_fake_group,
+    step_tracker,
+)
 from footprint.ranks import as_rank
-from footprint.refusal import HERE, PACKAGES, Refused, Stopped, is_users, place
+from footprint.refusal import HERE, ON_THE_CPU, PACKAGES, Refused, Stopped, is_users, place
 from footprint.rounds import Rounds
 from footprint.unwritten import LIBRARIES, Unwritten
 
@@ -49,7 +55,9 @@ LIMIT = 300  # seconds
 AGAIN = 5  # seconds after which a limit is told again, where Python could not raise it
 CLONE = Path(HERE).parent
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATORS = (ALLOCATOR, "PYTORCH_ALLOC_CONF")  # since torch 2.9 also by the second name
 EXPANDABLE = "expandable_segments:True"
+NO_DEVICE = "this asks the CUDA driver for what no prediction answers: do without it"
 ENOUGH = "give it more steps, such as three, and as many rows of data"
 
 
@@ -99,6 +107,12 @@ def predict_script(script: Script, say: Callable[[str], None]) -> ScriptReport:
     return recorder.finished()
 
 
+def _for_scripts(refusal: Refused) -> Refused:
+    """A refusal in words that are about a command, not about `predict`."""
+    words = str(refusal).replace(ON_THE_CPU, NO_DEVICE).replace(NEEDS_RANKS, "give --nproc")
+    return Refused(words)
+
+
 class Recorder:
     """Runs a script on fake tensors, and notes its phases and its step."""
 
@@ -124,7 +138,7 @@ class Recorder:
         reader = functools.partial(Deciding, tracker)
         files = Unwritten()
         silent = {name: functools.partial(files.silenced, name) for name in LIBRARIES}
-        awaited = silent | no_launches(tracker) | offline()
+        awaited = silent | no_launches(tracker) | sharded(tracker) | offline()
         answers = self.script.answers
         predicted = on_fake_tensors(
             tracker, self.card, answers, self.ranks, self._patches(), reader
@@ -200,7 +214,7 @@ class Recorder:
         host = max(self.phases.host_peak, report.host_peak)
         report.phases = self.phases.peaks | {STEADY: report.peak, HOST: host}
         report.before = self.before
-        report.segments_grow = EXPANDABLE in os.environ.get(ALLOCATOR, "")
+        report.segments_grow = any(EXPANDABLE in os.environ.get(name, "") for name in ALLOCATORS)
         self.report = report
         raise Enough
 
@@ -212,7 +226,9 @@ class Recorder:
             if error.code in (None, 0):
                 return True
             raise Failed(f"{self.script.name} ended with exit code {error.code}") from error
-        if isinstance(error, Exception) and not isinstance(error, Refused):
+        if isinstance(error, Refused):
+            raise _for_scripts(error) from error
+        if isinstance(error, Exception):
             raise missing_download(error) or self._failed(error) from error
         return False
 

@@ -14,11 +14,10 @@ import types
 from collections.abc import Callable, Iterator
 
 from footprint.patches import Patches, patched
-from footprint.refusal import is_users
+from footprint.refusal import LIBRARY, PACKAGES, is_users
 
 MOST_KEPT = 2**24  # bytes
 WRITES = set("wax+")  # in the mode of a file
-PATHLIB = ("pathlib.py", "pathlib/_local.py", "pathlib/__init__.py")
 LIBRARIES = {  # module -> what writes: an attribute, or a class and its method
     "numpy": ("save", "savez", "savez_compressed", "savetxt"),
     "safetensors": ("serialize_file",),
@@ -149,8 +148,14 @@ class Unwritten:
                 os.rmdir(folder)
 
 
-def _is_scripts(frame: types.FrameType) -> bool:
-    """Whether a file of the script opens this, also by pathlib, not an installed package."""
-    while frame.f_code.co_filename.endswith(PATHLIB):
+def _is_scripts(frame: types.FrameType | None) -> bool:
+    """Whether a file of the script opens this, by itself or by Python's library (pathlib, logging),
+    not an installed package.
+    """
+    while frame is not None and _is_pythons(frame.f_code.co_filename):
         frame = frame.f_back
-    return is_users(frame.f_code.co_filename)
+    return frame is not None and is_users(frame.f_code.co_filename)
+
+
+def _is_pythons(file: str) -> bool:
+    return file.startswith((LIBRARY, "<")) and not file.startswith(PACKAGES)

@@ -71,6 +71,34 @@ x = torch.randn(8, 1024, device="cuda")
     results("import os\nassert 'RANK' not in os.environ\n" + MODEL + TRAINED)
 
 
+def test_objects_of_other_ranks_are_those_of_this_one(results):
+    exchanged = """
+import torch.distributed as dist
+dist.init_process_group("nccl")
+found = [None] * dist.get_world_size()
+dist.all_gather_object(found, {"rank": dist.get_rank()})
+assert found == [{"rank": 0}] * 4
+kept = ["mine"]
+dist.broadcast_object_list(kept)
+assert kept == ["mine"]
+dist.barrier()
+"""
+    results(ON_GPU + exchanged + TRAINED, "--nproc", "4")
+
+
+def test_fsdp_of_the_first_kind_shards_and_is_named(results):
+    sharded = """
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+dist.init_process_group("nccl")
+model = FullyShardedDataParallel(nn.Linear(1024, 1024), device_id=torch.cuda.current_device())
+x = torch.randn(8, 1024, device="cuda")
+"""
+    found = results(HEAD + sharded + TRAINED, "--nproc", "4")
+    assert found["categories"]["parameter"] == 4 * (1024 * 1024 + 1024) // 4
+    assert "FullyShardedDataParallel" in assumed(found)
+
+
 def test_spawned_processes_are_represented_by_the_first(results):
     text = (
         HEAD
@@ -95,6 +123,9 @@ def test_a_build_for_cuda_is_there_and_numbers_are_gpus(results):
 assert torch.device(0) == torch.device("cuda", 0)
 assert torch.version.cuda and torch.cuda.nccl.version() >= (2,)
 assert model.weight.to(torch.device(0)).is_cuda
+torch.cuda.memory._record_memory_history()
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    profiler.step()
 """
     results(ON_GPU + asked + TRAINED)
 

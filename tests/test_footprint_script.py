@@ -266,6 +266,9 @@ with open(out / "log.txt", "a") as file:
     print("new", file=file)
 assert (out / "log.txt").read_text() == "old\\nnew\\n"
 (out / "note.md").write_text("words")
+import logging
+logging.getLogger("mine").addHandler(logging.FileHandler(out / "mine.log"))
+logging.getLogger("mine").warning("words")
 """
     code, _, _ = found(MODEL + saved + LOOP, "--gpu", "cpu")
     assert code == 0
@@ -279,6 +282,7 @@ def test_what_was_before_is_there_again(found):
     assert (sys.argv, sys.path, sys.stdin, dict(os.environ), open) == before
 
 
+@pytest.mark.slow
 def test_the_commands_give_the_same_from_the_clone(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     program = [sys.executable, str(ROOT / "profile_memory.py"), "--gpu", "cpu"]

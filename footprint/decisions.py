@@ -32,9 +32,10 @@ NEAREST = {torch.bfloat16: torch.float32}
 class Deciding(Reading):
     """Reads what is not known as 1, and what is compared as what 1 gives."""
 
-    def __init__(self, tracker: StepTracker, *args):
+    def __init__(self, tracker: StepTracker, refusals: list[str], *args):
         super().__init__(*args)
         self.tracker = tracker
+        self.refusals = refusals  # those that nothing has answered
 
     def _run(self, func, args, kwargs):
         result = super()._run(func, args, kwargs)
@@ -70,9 +71,10 @@ class Deciding(Reading):
             self.known.suppose(f"{place()} compares unknown numbers as if they were {USUAL:g}")
         try:
             return super().value(func, tensor)
-        except Refused:
+        except Refused as refusal:
             if func is Tensor.__index__:  # a size, on which memory depends
                 raise
+            self.refusals.remove(str(refusal))
         answer = self._usual(tensor)
         self.known.suppose(f"what {place()} reads is taken as {answer}")
         if func is Tensor.tolist:

@@ -130,12 +130,13 @@ class Recorder:
         self.before: list[Demand] = []
         self.origins: dict[int, str] = {}
         self.report: ScriptReport | None = None
+        self.refusals: list[str] = []
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """What runs inside the `with` block is recorded, and ends by Enough."""
         tracker = self.tracker
-        reader = functools.partial(Deciding, tracker)
+        reader = functools.partial(Deciding, tracker, self.refusals)
         files = Unwritten()
         silent = {name: functools.partial(files.silenced, name) for name in LIBRARIES}
         awaited = silent | no_launches(tracker) | sharded(tracker) | offline()
@@ -163,9 +164,20 @@ class Recorder:
     def _patches(self) -> Patches:
         tracker = self.tracker
         found = real_datasets(tracker) | arrays_of_ones(tracker) | self.forwards.patches()
+        found[Refused, "__init__"] = self._note_refusal
         if self.card:
             found |= flexible_attention(tracker)
         return found | no_downloads() | surroundings(tracker, self.ranks)
+
+    @property
+    def _note_refusal(self) -> Callable:
+        """A script may catch a refusal and go on without what it wanted."""
+
+        def noted(refusal: Refused, words: str) -> None:
+            ValueError.__init__(refusal, words)
+            self.refusals.append(words)
+
+        return noted
 
     # ---- where it is
 
@@ -210,6 +222,8 @@ class Recorder:
         tracker.known.suppose_numbers()
         for line in self.rounds.missing:
             tracker.known.suppose(f"the optimizer that {line} makes never steps")
+        for words in self.refusals:
+            tracker.known.suppose(f"the script has gone on without what was refused: {words}")
         report = ScriptReport.of(tracker, self.card, self.ranks)
         host = max(self.phases.host_peak, report.host_peak)
         report.phases = self.phases.peaks | {STEADY: report.peak, HOST: host}

@@ -338,6 +338,16 @@ def test_numbers_may_be_written_into_tensors(results):
     results(MODEL + made + TRAINED + writes, *CPU)
 
 
+def test_a_script_that_goes_on_without_what_is_refused_is_told_so(results):
+    caught = """
+try:
+    torch.randn(x.argmax(1)[0])
+except Exception:
+    pass
+"""
+    assert "train.py:8" in assumed(results(MODEL + caught + TRAINED, *CPU))
+
+
 def test_a_size_is_not_guessed(results, tmp_path, capsys):
     text = MODEL + "y = torch.randn(x.argmax(1)[0])\n" + TRAINED
     (tmp_path / "train.py").write_text(text)

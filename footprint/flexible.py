@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention as module
 
-from footprint.patches import Patches
+from footprint.late import Awaited
 from footprint.places import StepTracker
 from footprint.refusal import place
 
@@ -39,7 +38,7 @@ class KeepsNoScores(torch.autograd.Function):
         return grads
 
 
-def flexible_attention(tracker: StepTracker) -> Patches:
+def flexible_attention(tracker: StepTracker) -> Awaited:
     """FlexAttention runs as if it were compiled, and the report says so."""
 
     def attention(
@@ -60,4 +59,5 @@ def flexible_attention(tracker: StepTracker) -> Patches:
             return result, SimpleNamespace(lse=sums, max_scores=sums)
         return (result, sums) if return_lse else result
 
-    return {(module, "flex_attention"): attention}
+    name = "torch.nn.attention.flex_attention"
+    return {name: lambda module: {(module, "flex_attention"): attention}}

@@ -12,7 +12,6 @@ from concurrent.futures.thread import ThreadPoolExecutor
 
 import torch
 import torch.multiprocessing
-from torch._dynamo import eval_frame
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_iter
 
@@ -231,6 +230,8 @@ def no_input() -> Patches:
 
 def not_compiled(suppose: Callable[[str], None]) -> Patches:
     """What is compiled runs as it is written, and the report says so."""
+
+    from torch._dynamo import eval_frame
 
     def eager(callback):
         if not callback:

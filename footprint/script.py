@@ -140,6 +140,8 @@ class Recorder:
         files = Unwritten()
         silent = {name: functools.partial(files.silenced, name) for name in LIBRARIES}
         awaited = silent | no_launches(tracker) | sharded(tracker) | offline()
+        if self.card:
+            awaited |= flexible_attention(tracker)
         answers = self.script.answers
         predicted = on_fake_tensors(
             tracker, self.card, answers, self.ranks, self._patches(), reader
@@ -165,8 +167,6 @@ class Recorder:
         tracker = self.tracker
         found = real_datasets(tracker) | arrays_of_ones(tracker) | self.forwards.patches()
         found[Refused, "__init__"] = self._note_refusal
-        if self.card:
-            found |= flexible_attention(tracker)
         return found | no_downloads() | surroundings(tracker, self.ranks)
 
     @property

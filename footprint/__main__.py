@@ -29,6 +29,8 @@ FAILED = 1
 REFUSED = 4
 CODES = {Placement.FITS: 0, Placement.EXPANDABLE: 2, Placement.TOO_SMALL: 3}
 MOST_RANKS = 2**16
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3")
+LAUNCHERS += ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 # how a refusal says that a value may be given
 GIVE_ANSWER = re.compile(r"answers=\{'([^']+)': \.\.\.\}")
 RUNNERS = ("<frozen runpy>", "runpy.py")
@@ -82,6 +84,8 @@ def parse(words: list[str]) -> argparse.Namespace:
         raise Refused(f"--nproc {flags.nproc} is out of range: give 1 to {MOST_RANKS}")
     if not flags.limit > 0:
         raise Refused(f"--limit {flags.limit:g} is out of range: give seconds above 0")
+    if flags.script in LAUNCHERS:
+        raise Refused(f"{flags.script} is left out: give the script, and --nproc for processes")
     if not flags.is_module and not Path(flags.script).is_file():
         raise Refused(f"{flags.script}: there is no such file: name the script behind the flags")
     if flags.snapshot and flags.gpu == "cpu":

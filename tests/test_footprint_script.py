@@ -234,6 +234,12 @@ def test_a_script_that_is_not_there_is_named(capsys):
     assert "nowhere.py" in capsys.readouterr().err
 
 
+def test_a_launcher_is_left_out(capsys):
+    assert main(["torchrun", "--nproc_per_node", "2", "train.py"]) == 4
+    assert main(["-m", "torch.distributed.run", "train.py"]) == 4
+    assert capsys.readouterr().err.count("--nproc") == 2
+
+
 def test_a_download_is_named_and_not_made(found):
     text = "import urllib.request\nurllib.request.urlopen('https://example.org/weights.bin')"
     code, _, printed = found(text)

@@ -125,6 +125,9 @@ def main(words: list[str] | None = None) -> int:
         words = GIVE_ANSWER.sub(r"--answer \1=VALUE", str(refusal))
         say(f"footprint: {' '.join(words.split())}")
         return REFUSED
+    except (OSError, ValueError) as error:  # of a file that is written for the user
+        say(f"footprint: {error}: name another file")
+        return REFUSED
     except Failed as failure:
         say(f"{told(failure.__cause__)}footprint: {failure}")
         return FAILED

@@ -234,8 +234,8 @@ class Recorder:
 
     def ended(self, kind, error: BaseException | None, raised) -> bool:
         """How the script has ended; whether that is no error."""
-        if isinstance(error, Enough):
-            return True
+        if isinstance(error, Enough) or (self.report and isinstance(error, Exception | SystemExit)):
+            return True  # also if the script has failed in what it does at its end
         if isinstance(error, SystemExit):
             if error.code in (None, 0):
                 return True
@@ -299,6 +299,7 @@ def in_its_place(script: Script) -> Iterator[None]:
     """
     arguments = sys.argv
     path = list(sys.path)
+    folder = os.getcwd()
     sys.argv = [script.name, *script.args]
     sys.path[:] = [script.folder, *(entry for entry in path[1:] if not _is_ours(entry))]
     aside = {name: module for name, module in sys.modules.items() if _hides(name, module)}
@@ -308,6 +309,7 @@ def in_its_place(script: Script) -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
+        os.chdir(folder)
         sys.argv = arguments
         sys.path[:] = path
         _forget(script.folder)

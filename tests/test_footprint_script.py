@@ -234,6 +234,28 @@ def test_a_script_that_is_not_there_is_named(capsys):
     assert "nowhere.py" in capsys.readouterr().err
 
 
+def test_what_a_script_does_at_its_end_changes_nothing(found):
+    ends = (
+        MODEL
+        + "import os\ntry:\n"
+        + LOOP.replace("\n", "\n    ")
+        + """
+finally:
+    os.chdir("/")
+    raise RuntimeError("cannot clean up")
+"""
+    )
+    before = os.getcwd()
+    code, results, _ = found(ends, "--gpu", "cpu")
+    assert code == 0 and results["peak_live_bytes"]
+    assert os.getcwd() == before
+
+
+def test_a_file_that_cannot_be_written_is_named(found):
+    code, _, printed = found(TRAIN, "--gpu", "cpu", "--html", "/no/such/folder/page.html")
+    assert code == 4 and "/no/such/folder" in printed.err
+
+
 def test_a_launcher_is_left_out(capsys):
     assert main(["torchrun", "--nproc_per_node", "2", "train.py"]) == 4
     assert main(["-m", "torch.distributed.run", "train.py"]) == 4

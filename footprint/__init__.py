@@ -3,7 +3,7 @@
     from footprint import predict
     report = predict(build, step, target="cuda")
 
-See docs/FOOTPRINT.md.
+`python -m footprint train.py --its flags` does it for a script, unchanged. See docs/FOOTPRINT.md.
 """
 
 from footprint.estimate import estimate_memory

@@ -16,7 +16,7 @@ from footprint.patches import Patches
 from footprint.places import StepTracker
 from footprint.refusal import Refused, place
 from footprint.unknown import USUAL
-from footprint.values import KINDS, TWIN, Reading
+from footprint.values import CHECKS, KINDS, TWIN, Reading, calling_file
 
 COMPARED = "_footprint_compared"  # the attribute of a result of unknown numbers
 RELATIONS = {}
@@ -46,6 +46,8 @@ class Deciding(Reading):
     def _compare(self, relation, result: Tensor, args) -> None:
         """A comparison of single numbers has the value that it has for 1."""
         if result.numel() != 1 or self.known.of(result) is not None:
+            return
+        if calling_file() in CHECKS:  # of distributions, which are not told that 1 is meant
             return
         numbers = [self._single(value) for value in args]
         if None in numbers:

@@ -293,7 +293,7 @@ def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _calling_file() -> str:
+def calling_file() -> str:
     """The file that called the function modes of this package."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(HERE):
@@ -363,7 +363,7 @@ class Reading(TorchFunctionMode):
             if is_fake(args[0]):
                 return self.value(func, *args) if func in READS else self.text(*args)
         # PyTorch itself asks for addresses to compare them
-        if func is Tensor.data_ptr and not _calling_file().startswith(TORCH):
+        if func is Tensor.data_ptr and not calling_file().startswith(TORCH):
             raise Refused(f"{place()}: {KERNEL}")
         if func is Tensor.pin_memory:  # host memory, which fake tensors do not know
             return args[0]
@@ -410,12 +410,12 @@ class Reading(TorchFunctionMode):
 
     def value(self, func, tensor: Tensor):
         """The value, if it is known; else the user's answer; else an Unknown or a refusal."""
-        if self.known.of(tensor) is None and _calling_file() == INITIALISATION:
+        if self.known.of(tensor) is None and calling_file() == INITIALISATION:
             return False
         value = self._told(func, tensor)
         if value is not None:
             return value
-        if _calling_file() in CHECKS:
+        if calling_file() in CHECKS:
             return True
         where = place()
         if func is Tensor.item and tensor.dtype != torch.bool:

@@ -338,6 +338,15 @@ def test_numbers_may_be_written_into_tensors(results):
     results(MODEL + made + TRAINED + writes, *CPU)
 
 
+def test_distributions_take_their_own_samples(results):
+    samples = """
+    chances = torch.distributions.Categorical(torch.softmax(model(x)[:1, :2], 1))
+    action = chances.sample()
+    loss = -chances.log_prob(action).sum() * [3.0, 2.0][action.item() > 5]
+"""
+    results(MODEL + TRAINED.replace("\n    loss = model(x).mean()\n", samples), *CPU)
+
+
 def test_a_script_that_goes_on_without_what_is_refused_is_told_so(results):
     caught = """
 try:

@@ -87,6 +87,12 @@ RANDOM = (
     torch.ops.aten.randint.low,
     torch.ops.aten.randint.low_generator,
 )
+# operators that draw whole numbers into the tensor that they are given
+DRAWS = (
+    torch.ops.aten.random_.default,
+    torch.ops.aten.random_.to,
+    getattr(torch.ops.aten.random_, "from"),
+)
 MOST_DRAWN = 2**24  # elements of a tensor of random integers that have values
 # GradScaler divides gradients by it, and has it say in `found_inf` whether one is not finite
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -175,6 +181,9 @@ class KnownValues:
         """Compute the same operator on the twins, if all of its inputs have one."""
         results = _tensors(outputs)
         given = _tensors((args, kwargs))
+        if func in DRAWS and not results[0].is_floating_point():
+            self._draw(results[0], *args[1:])
+            return
         if func in RANDOM and results[0].numel() <= MOST_DRAWN:
             is_drawn = func not in PERMUTATIONS  # no memory depends on which of them it is
             func = func.overloadpacket
@@ -190,6 +199,17 @@ class KnownValues:
         for fake, real in zip(results, computed, strict=True):
             if is_alike(fake, real):
                 setattr(fake.untyped_storage(), TWIN, (real.untyped_storage(), is_drawn))
+
+    def _draw(self, fake: Tensor, *bounds: int) -> None:
+        """Whole numbers that are drawn into a tensor are those of this draw."""
+        setattr(fake.untyped_storage(), TWIN, NO_TWIN)
+        if fake.numel() > MOST_KNOWN:
+            return
+        with _disable_current_modes():
+            real = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="cpu")
+            real.random_(*bounds, generator=self.random)
+        if is_alike(fake, real):
+            setattr(fake.untyped_storage(), TWIN, (real.untyped_storage(), True))
 
     def selected(self, func, args) -> Tensor | None:
         """A fake tensor of the shape that `nonzero`, by which a device mesh finds its rank, and

@@ -347,6 +347,15 @@ def test_distributions_take_their_own_samples(results):
     results(MODEL + TRAINED.replace("\n    loss = model(x).mean()\n", samples), *CPU)
 
 
+def test_a_seed_is_drawn(results):
+    seeds = """
+seed = int(torch.empty((), dtype=torch.int64).random_().item())
+generator = torch.Generator().manual_seed(seed)
+assert torch.empty(3, dtype=torch.long).random_(4, 5).tolist() == [4, 4, 4]
+"""
+    assert "train.py:7" in assumed(results(MODEL + seeds + TRAINED, *CPU))
+
+
 def test_a_script_that_goes_on_without_what_is_refused_is_told_so(results):
     caught = """
 try:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from footprint.allocator import GIB
 from footprint.device import Card, cublas_size, multiplying_threads
 from footprint.memories import DEVICE, HOST, Memories, Moved
+from footprint.operators import is_fake
 from footprint.patches import Patches, patched
 from footprint.places import StepTracker, local
 from footprint.refusal import HERE, TORCH
@@ -319,16 +320,34 @@ class Generator(metaclass=_IsGenerator):
     """A generator of random numbers, on the CPU whatever it is asked for."""
 
     def __new__(cls, device: object = None):
-        return GENERATOR("cpu")
+        return Stateless("cpu")
 
 
 GENERATOR = torch.Generator
 
 
+class Stateless(GENERATOR):
+    """A generator that keeps its state if it is given one without values, as ranks send it."""
+
+    def set_state(self, state: Tensor) -> "Stateless":
+        return self if is_fake(state) else super().set_state(state)
+
+
+def _random_states() -> Patches:
+    """A state without values changes nothing."""
+    set_state = torch.set_rng_state
+
+    def given(state: Tensor) -> None:
+        if not is_fake(state):
+            set_state(state)
+
+    return {(torch, "set_rng_state"): given, (torch.random, "set_rng_state"): given}
+
+
 @contextlib.contextmanager
 def with_a_device(tracker: StepTracker, ranks: int, card: Card) -> Iterator[None]:
     """Steps inside the `with` block find a CUDA device."""
-    patches = _autocast() | {(torch, "Generator"): Generator}
+    patches = _autocast() | _random_states() | {(torch, "Generator"): Generator}
     for owner in (torch.cuda, torch.accelerator):
         patches |= _answers(owner, tracker, ranks, card)
     patches[Tensor, "record_stream"] = constant(None)

@@ -86,6 +86,18 @@ dist.barrier()
     results(ON_GPU + exchanged + TRAINED, "--nproc", "4")
 
 
+def test_states_of_random_numbers_are_sent_between_ranks(results):
+    sent = """
+torch.distributed.init_process_group("nccl")
+generator = torch.Generator()
+state = generator.get_state().to("cuda")
+torch.distributed.broadcast(state, 0)
+generator.set_state(state.cpu())
+torch.set_rng_state(state.cpu())
+"""
+    results(ON_GPU + sent + TRAINED, "--nproc", "2")
+
+
 def test_fsdp_of_the_first_kind_shards_and_is_named(results):
     sharded = """
 import torch.distributed as dist

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import autocast
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from footprint.allocator import GIB
 from footprint.device import Card, cublas_size, multiplying_threads
@@ -311,6 +312,35 @@ def _device_of_fakes(memories: Memories) -> property:
     return property(device)
 
 
+def _loading(memories: Memories) -> Patches:
+    """What torch.load puts on a GPU, as it is told to or was saved from there, is on the device."""
+    load = torch.load
+
+    def loaded(file, map_location=None, *args, **kwargs):
+        is_for_gpu = kind(map_location) == "cuda"
+        if active_fake_mode() is None:
+            return load(file, map_location, *args, **kwargs)
+        if not is_for_gpu:
+            with memories.make(HOST):
+                found = load(file, map_location, *args, **kwargs)
+            if map_location is not None or not _has_gpus(found):
+                return found
+            if hasattr(file, "seek"):
+                file.seek(0)
+            del found
+        memories.begin_two()
+        with memories.make(DEVICE):
+            return load(file, "cpu", *args, **kwargs)
+
+    return {(torch, "load"): loaded, (torch.serialization, "load"): loaded}
+
+
+def _has_gpus(values: object) -> bool:
+    """Whether any tensor was saved from a GPU."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return any(tensor.device.type == "cuda" for tensor in tensors)
+
+
 class _IsGenerator(type):
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, GENERATOR)
@@ -347,7 +377,12 @@ def _random_states() -> Patches:
 @contextlib.contextmanager
 def with_a_device(tracker: StepTracker, ranks: int, card: Card) -> Iterator[None]:
     """Steps inside the `with` block find a CUDA device."""
-    patches = _autocast() | _random_states() | {(torch, "Generator"): Generator}
+    patches = (
+        _loading(tracker.memories)
+        | _autocast()
+        | _random_states()
+        | {(torch, "Generator"): Generator}
+    )
     for owner in (torch.cuda, torch.accelerator):
         patches |= _answers(owner, tracker, ranks, card)
     patches[Tensor, "record_stream"] = constant(None)

@@ -2,6 +2,8 @@
 
 import json
 import struct
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,6 +235,40 @@ def test_loaded_weights_take_what_the_model_does(results, weights, load):
     text = MODEL + f"folder = {str(weights)!r}\n{load}\n"
     plain, found = results(MODEL + TRAINED, *CPU), results(text + TRAINED, *CPU)
     assert found["peak_live_bytes"] == plain["peak_live_bytes"]
+
+
+def saved_from_a_gpu(path: Path, folder: Path) -> Path:
+    """A copy of what torch.save has written, as if its tensors had been on a GPU."""
+    copy = folder / "gpu.pt"
+    with zipfile.ZipFile(path) as given, zipfile.ZipFile(copy, "w") as made:
+        for name in given.namelist():
+            content = given.read(name)
+            if name.endswith("data.pkl"):
+                content = content.replace(b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:0")
+            made.writestr(name, content)
+    return copy
+
+
+@pytest.mark.parametrize("where", ["", ", map_location='cuda:0'", ", map_location='cpu'"])
+def test_a_run_goes_on_from_a_checkpoint_of_a_gpu(results, tmp_path, where):
+    model = nn.Linear(64, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 64)).mean().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "cpu.pt")
+    path = saved_from_a_gpu(tmp_path / "cpu.pt", tmp_path)
+    resumed = f"""
+state = torch.load({str(path)!r}{where})
+model.load_state_dict(state["model"])
+optimizer.load_state_dict(state["optimizer"])
+del state
+"""
+    adam = TRAINED.replace("SGD(model.parameters(), lr=0.1)\n", "AdamW(model.parameters())\n")
+    resumes = adam.replace("for step", f"{resumed}for step")
+    plain, found = results(ON_GPU + adam), results(ON_GPU + resumes)
+    steps = 0 if "'cpu'" in where else 8  # counters of the optimizer stay where they are loaded
+    assert found["peak_live_bytes"] == plain["peak_live_bytes"] + steps
 
 
 def test_what_is_on_meta_has_no_memory_and_known_values(results):

@@ -1,0 +1,271 @@
+"""What the tests miss: faults put one at a time into the files that decide numbers, bytes or order.
+
+    python -m tests.mutants --seed 1 --count 60
+
+A fault goes into a clone of HEAD, where the test files that import its module run, nearest first,
+until one fails or the CPU time of a mutant is spent. A run that was stopped goes on.
+"""
+
+import argparse
+import ast
+import contextlib
+import fnmatch
+import functools
+import json
+import math
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import accumulate, islice, zip_longest
+from pathlib import Path
+from types import CodeType
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+FILES = subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).split()
+DECIDE = re.compile(
+    r"model\.py|base/(durable|tensors).*|longhaul/(step|optim|sparse|vocab|parallel|checkpoint).*"
+    r"|data/(order|sampler|mixture|packing|pipeline|writer|dataset|manifest).*"
+    r"|footprint/(.*/)?(allocator|tracker|prediction|workspace|copies|operators).*"
+    r"|lab/posttrain/(polic|grade\.|rollout).*"
+)
+SIGNS = dict(Lt="GtE", GtE="Lt", Gt="LtE", LtE="Gt", Eq="NotEq", NotEq="Eq")
+SIGNS |= dict(In="NotIn", NotIn="In", Is="IsNot", IsNot="Is")
+EDGES = dict(Lt="LtE", LtE="Lt", Gt="GtE", GtE="Gt")
+TELLING = re.compile(r"print|say|tell|notice|log\.\w+|warnings\.\w+|\w*Error")  # calls
+LARGEST = 8  # larger constants are sizes, which may be off by one
+SECONDS = 90  # of CPU time for a mutant
+BATCH = 4  # test files of the first process; twice as many of the next
+
+
+class Mutant(NamedTuple):
+    """Bytes of a file that are replaced."""
+
+    file: str
+    line: int
+    kind: str
+    start: int
+    stop: int
+    before: str
+    after: str
+
+    def text(self) -> bytes | None:
+        """The file with the fault; None if it does not compile, or to the same."""
+        right = (ROOT / self.file).read_bytes()
+        wrong = right[: self.start] + self.after.encode() + right[self.stop :]
+        with contextlib.suppress(SyntaxError):
+            return wrong if bytecode(wrong) != bytecode(right) else None
+
+
+@functools.lru_cache(2)
+def bytecode(source: bytes | CodeType) -> tuple:
+    code = source if isinstance(source, CodeType) else compile(source, "", "exec")
+    constants = [bytecode(x) if isinstance(x, CodeType) else repr(x) for x in code.co_consts]
+    return code.co_code, code.co_names, code.co_varnames, constants
+
+
+def mutants(file: str) -> Iterator[Mutant]:
+    """Every fault of a file."""
+    text = (ROOT / file).read_bytes()
+    begins = [0, *accumulate(map(len, text.splitlines(keepends=True)))]
+    for node in visible(ast.parse(text)):
+        for kind, after in faults(node):
+            start = begins[node.lineno - 1] + node.col_offset
+            stop = begins[node.end_lineno - 1] + node.end_col_offset
+            yield Mutant(file, node.lineno, kind, start, stop, ast.unparse(node), after)
+
+
+def visible(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that decide what is computed: no types, no texts, nothing that is only said."""
+    if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.AnnAssign):
+        return
+    if isinstance(node, ast.Call) and TELLING.fullmatch(ast.unparse(node.func)):
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from visible(child)
+
+
+def faults(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """(kind, what stands there instead) of a node."""
+    match node:
+        case ast.Compare(left=left, ops=[sign], comparators=right):
+            for kind, signs in (("negated", SIGNS), ("off by one", EDGES)):
+                if type(sign).__name__ in signs:
+                    other = getattr(ast, signs[type(sign).__name__])()
+                    yield kind, ast.unparse(ast.Compare(left, [other], right))
+        case ast.Constant(value=int(value)) if type(value) is int and value <= LARGEST:
+            yield "off by one", str(value + 1)
+        case ast.BinOp(op=ast.Sub() | ast.Div() | ast.FloorDiv() | ast.Mod() | ast.MatMult()):
+            swapped = ast.BinOp(node.right, node.op, node.left)
+            yield "swapped", f"({ast.unparse(swapped)})"
+        case ast.Call(func=ast.Attribute(value=value, attr="sum" | "mean" | "logsumexp" as name)):
+            coarse = ast.Call(ast.Attribute(value, "bfloat16"), [], [])
+            total = ast.Call(ast.Attribute(coarse, name), node.args, node.keywords)
+            if ast.unparse(value) not in ("torch", "tl", "np"):
+                yield "bf16", f"{ast.unparse(total)}.float()"
+        case ast.Attribute(value=ast.Name(id="torch" | "tl" as room), attr="float32"):
+            yield "bf16", f"{room}.bfloat16"
+        case ast.Call(func=ast.Attribute(value=value, attr="detach")):
+            yield "undone", ast.unparse(value)
+        case ast.Call(func=ast.Attribute(attr="no_grad")):
+            yield "undone", "torch.enable_grad()"
+        case ast.Expr(value=ast.Call(func=called)) if not TELLING.fullmatch(ast.unparse(called)):
+            kept = re.search("barrier|fsync", ast.unparse(called))
+            yield "undone" if kept else "dropped", "pass"
+        case ast.AugAssign() | ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            yield "dropped", "pass"
+
+
+def sample(files: str, seed: int, count: int) -> list[Mutant]:
+    """As many mutants of each kind, if there are."""
+    chosen = fnmatch.filter(filter(DECIDE.fullmatch, FILES), files)
+    found = [mutant for file in chosen for mutant in mutants(file)]
+    random.Random(seed).shuffle(found)
+    kinds = sorted({mutant.kind for mutant in found})
+    groups = [[mutant for mutant in found if mutant.kind == kind] for kind in kinds]
+    most = math.ceil(count / len(kinds))
+    rounds = zip_longest(*(islice(filter(Mutant.text, group), most) for group in groups))
+    return [mutant for group in rounds for mutant in group if mutant][:count]
+
+
+def module(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@functools.cache
+def imports(file: str) -> set[str]:
+    """Modules that a file imports, or names in a text as a command does."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / file).read_bytes())):
+        match node:
+            case ast.Import():
+                found |= {alias.name for alias in node.names}
+            case ast.ImportFrom():
+                found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+            case ast.Constant(value=str(text)):
+                found |= {module(word) for word in text.split()}
+    return found
+
+
+def nearest_tests(file: str) -> list[str]:
+    """Test files by the imports between them and a file; those of its name, then small ones."""
+    distance = {file: 0}
+    reached = [file]
+    for name in reached:
+        users = [user for user in FILES if module(name) in imports(user) and user not in distance]
+        distance |= dict.fromkeys(users, distance[name] + 1)
+        reached += users
+    own = {word[:5] for word in re.split(r"[/_.]", file)}
+
+    def place(name: str) -> tuple:
+        shared = own & {word[:5] for word in re.split(r"[/_.]", name)}
+        return distance[name], -len(shared), len(imports(name))
+
+    return sorted((name for name in reached if "/test_" in name), key=place)
+
+
+class Clone:
+    """HEAD in a folder of its own, in which one file at a time is wrong."""
+
+    def __init__(self, folder: str, tier: str):
+        self.folder = Path(folder) / "clone"
+        self.log = Path(folder) / "log"
+        self.tier = {"fast": "not slow and not gpu", "all": "not gpu"}[tier]
+        self.sound: dict[str, bool] = {}  # whether a test passes without a fault
+        subprocess.run(["git", "clone", "-q", "--shared", ROOT, self.folder], check=True)
+
+    def catch(self, mutant: Mutant) -> str | None:
+        """The test that fails with the fault and passes without; None if none does in time."""
+        path = self.folder / mutant.file
+        right = path.read_bytes()
+        tests = nearest_tests(mutant.file)
+        size = BATCH
+        end = cpu_seconds() + SECONDS
+        while tests and cpu_seconds() < end:
+            path.write_bytes(mutant.text())
+            failed = self.failure(tests[:size], end - cpu_seconds())
+            path.write_bytes(right)
+            if failed is None:
+                tests = tests[size:]
+                size *= 2
+                continue
+            if failed not in self.sound:
+                hangs = failed.startswith("hang")
+                self.sound[failed] = hangs or self.failure([failed], SECONDS) is None
+            if self.sound[failed]:
+                return failed
+        return None
+
+    def failure(self, tests: list[str], seconds: float) -> str | None:
+        """The first test that fails, or that takes more than half of SECONDS."""
+        command = [sys.executable, "-m", "pytest", "-xv", "--no-header", "-p", "no:cacheprovider"]
+        command += ["-m", self.tier, f"--basetemp={self.folder}.tmp", *tests]
+        command += [f"--deselect={test}" for test, sound in self.sound.items() if not sound]
+        most = math.ceil(seconds)
+        with open(self.log, "w") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (most, most)),
+            )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10 * seconds)  # a test may wait for ever
+        silent = time.time() - self.log.stat().st_mtime
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+        text = self.log.read_text(errors="replace")
+        failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", text, re.M)
+        if failed:
+            return failed[1]
+        return f"hang: {text.splitlines()[-1]}" if silent > SECONDS / 2 else None
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=60, help="mutants")
+    parser.add_argument("--tier", choices=["fast", "all"], default="fast", help="tests that run")
+    parser.add_argument("--files", default="*", help="glob of the files to change")
+    parser.add_argument("--output", type=Path, default="runs/mutants.jsonl", help="JSON lines")
+    options = parser.parse_args()
+
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, open(options.output, "a+") as output:
+        output.seek(0)
+        rows = list(map(json.loads, output))
+        done = [row["mutant"] for row in rows]
+        clone = Clone(folder, options.tier)
+        for mutant in sample(options.files, options.seed, options.count):
+            if mutant._asdict() in done:
+                continue
+            begun = cpu_seconds()
+            test = clone.catch(mutant)
+            seconds = round(cpu_seconds() - begun)
+            rows.append(dict(mutant=mutant._asdict(), test=test, seconds=seconds))
+            print(json.dumps(rows[-1]), file=output, flush=True)
+            change = f"{mutant.kind}: {mutant.before} -> {mutant.after}"
+            fate = f"caught by {test}" if test else "SURVIVED"
+            print(f"{mutant.file}:{mutant.line} {change} {fate}, {seconds} s", flush=True)
+    print(f"{sum(row['test'] is not None for row in rows)} of {len(rows)} mutants were caught")
+
+
+if __name__ == "__main__":
+    main()

@@ -56,8 +56,8 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
     {"longhaul.flops", "longhaul.step"},
     {"longhaul.checkpoint", "longhaul.evals"},
     {"longhaul.memory"},
-    {"lab.analysis", "lab.posttrain"},
     {"longhaul.run"},
+    {"lab.analysis", "lab.posttrain"},
     {"train", "profile_memory", "verify_chunked_loss"},
     {"scripts"},
     {"lab"},
@@ -160,6 +160,11 @@ def test_the_ground_floor_imports_only_what_it_may(room):
 def test_model_py_imports_torch_and_nothing_of_ours():
     names = {name.split(".")[0] for name in imports(ROOT / "model.py")}
     assert names - set(sys.stdlib_module_names) == {"torch"}
+
+
+def test_nothing_in_longhaul_imports_the_laboratory():
+    used = {name for path in (ROOT / "longhaul").rglob("*.py") for name in imports(path)}
+    assert "lab" not in {name.split(".")[0] for name in used}
 
 
 def test_the_modules_have_no_import_cycle():

@@ -28,8 +28,6 @@ from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent
-FILES = subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).split()
 DECIDE = re.compile(
     r"model\.py|base/(durable|tensors).*|longhaul/(step|optim|sparse|vocab|parallel|checkpoint).*"
     r"|data/(order|sampler|mixture|packing|pipeline|writer|dataset|manifest).*"
@@ -39,7 +37,7 @@ DECIDE = re.compile(
 SIGNS = dict(Lt="GtE", GtE="Lt", Gt="LtE", LtE="Gt", Eq="NotEq", NotEq="Eq")
 SIGNS |= dict(In="NotIn", NotIn="In", Is="IsNot", IsNot="Is")
 EDGES = dict(Lt="LtE", LtE="Lt", Gt="GtE", GtE="Gt")
-TELLING = re.compile(r"print|say|tell|notice|log\.\w+|warnings\.\w+|\w*Error")  # calls
+TELLING = re.compile(r"print|say|tell|report|notice|log\.\w+|warnings\.\w+|\w*Error")  # calls
 LARGEST = 8  # larger constants are sizes, which may be off by one
 SECONDS = 90  # of CPU time for a mutant
 BATCH = 4  # test files of the first process; twice as many of the next
@@ -58,7 +56,7 @@ class Mutant(NamedTuple):
 
     def text(self) -> bytes | None:
         """The file with the fault; None if it does not compile, or to the same."""
-        right = (ROOT / self.file).read_bytes()
+        right = Path(self.file).read_bytes()
         wrong = right[: self.start] + self.after.encode() + right[self.stop :]
         with contextlib.suppress(SyntaxError):
             return wrong if bytecode(wrong) != bytecode(right) else None
@@ -73,7 +71,7 @@ def bytecode(source: bytes | CodeType) -> tuple:
 
 def mutants(file: str) -> Iterator[Mutant]:
     """Every fault of a file."""
-    text = (ROOT / file).read_bytes()
+    text = Path(file).read_bytes()
     begins = [0, *accumulate(map(len, text.splitlines(keepends=True)))]
     for node in visible(ast.parse(text)):
         for kind, after in faults(node):
@@ -104,8 +102,7 @@ def faults(node: ast.AST) -> Iterator[tuple[str, str]]:
         case ast.Constant(value=int(value)) if type(value) is int and value <= LARGEST:
             yield "off by one", str(value + 1)
         case ast.BinOp(op=ast.Sub() | ast.Div() | ast.FloorDiv() | ast.Mod() | ast.MatMult()):
-            swapped = ast.BinOp(node.right, node.op, node.left)
-            yield "swapped", f"({ast.unparse(swapped)})"
+            yield "swapped", f"({ast.unparse(ast.BinOp(node.right, node.op, node.left))})"
         case ast.Call(func=ast.Attribute(value=value, attr="sum" | "mean" | "logsumexp" as name)):
             coarse = ast.Call(ast.Attribute(value, "bfloat16"), [], [])
             total = ast.Call(ast.Attribute(coarse, name), node.args, node.keywords)
@@ -124,10 +121,9 @@ def faults(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield "dropped", "pass"
 
 
-def sample(files: str, seed: int, count: int) -> list[Mutant]:
+def sample(files: list[str], seed: int, count: int) -> list[Mutant]:
     """As many mutants of each kind, if there are."""
-    chosen = fnmatch.filter(filter(DECIDE.fullmatch, FILES), files)
-    found = [mutant for file in chosen for mutant in mutants(file)]
+    found = [mutant for file in filter(DECIDE.fullmatch, files) for mutant in mutants(file)]
     random.Random(seed).shuffle(found)
     kinds = sorted({mutant.kind for mutant in found})
     groups = [[mutant for mutant in found if mutant.kind == kind] for kind in kinds]
@@ -144,7 +140,7 @@ def module(file: str) -> str:
 def imports(file: str) -> set[str]:
     """Modules that a file imports, or names in a text as a command does."""
     found = set()
-    for node in ast.walk(ast.parse((ROOT / file).read_bytes())):
+    for node in ast.walk(ast.parse(Path(file).read_bytes())):
         match node:
             case ast.Import():
                 found |= {alias.name for alias in node.names}
@@ -155,12 +151,12 @@ def imports(file: str) -> set[str]:
     return found
 
 
-def nearest_tests(file: str) -> list[str]:
+def nearest_tests(file: str, files: list[str]) -> list[str]:
     """Test files by the imports between them and a file; those of its name, then small ones."""
     distance = {file: 0}
     reached = [file]
     for name in reached:
-        users = [user for user in FILES if module(name) in imports(user) and user not in distance]
+        users = [user for user in files if module(name) in imports(user) and user not in distance]
         distance |= dict.fromkeys(users, distance[name] + 1)
         reached += users
     own = {word[:5] for word in re.split(r"[/_.]", file)}
@@ -172,25 +168,21 @@ def nearest_tests(file: str) -> list[str]:
     return sorted((name for name in reached if "/test_" in name), key=place)
 
 
-class Clone:
-    """HEAD in a folder of its own, in which one file at a time is wrong."""
+class Tests:
+    """Those of a tier, in the folder of this process."""
 
-    def __init__(self, folder: str, tier: str):
-        self.folder = Path(folder) / "clone"
-        self.log = Path(folder) / "log"
-        self.tier = {"fast": "not slow and not gpu", "all": "not gpu"}[tier]
+    def __init__(self, tier: str):
+        self.expression = {"fast": "not slow and not gpu", "all": "not gpu"}[tier]
         self.sound: dict[str, bool] = {}  # whether a test passes without a fault
-        subprocess.run(["git", "clone", "-q", "--shared", ROOT, self.folder], check=True)
 
-    def catch(self, mutant: Mutant) -> str | None:
+    def catch(self, mutant: Mutant, tests: list[str]) -> str | None:
         """The test that fails with the fault and passes without; None if none does in time."""
-        path = self.folder / mutant.file
-        right = path.read_bytes()
-        tests = nearest_tests(mutant.file)
+        path = Path(mutant.file)
+        right, wrong = path.read_bytes(), mutant.text()
         size = BATCH
         end = cpu_seconds() + SECONDS
         while tests and cpu_seconds() < end:
-            path.write_bytes(mutant.text())
+            path.write_bytes(wrong)
             failed = self.failure(tests[:size], end - cpu_seconds())
             path.write_bytes(right)
             if failed is None:
@@ -206,27 +198,20 @@ class Clone:
 
     def failure(self, tests: list[str], seconds: float) -> str | None:
         """The first test that fails, or that takes more than half of SECONDS."""
-        command = [sys.executable, "-m", "pytest", "-xv", "--no-header", "-p", "no:cacheprovider"]
-        command += ["-m", self.tier, f"--basetemp={self.folder}.tmp", *tests]
+        seconds = max(1, round(seconds))
+        command = ["prlimit", f"--cpu={seconds}", sys.executable, "-m", "pytest", "-xv"]
+        command += ["--no-header", "-m", self.expression, "--basetemp=../temporary", *tests]
         command += [f"--deselect={test}" for test, sound in self.sound.items() if not sound]
-        most = math.ceil(seconds)
-        with open(self.log, "w") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (most, most)),
-            )
+        with open("../log", "w") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10 * seconds)  # a test may wait for ever
-        silent = time.time() - self.log.stat().st_mtime
+        silent = time.time() - os.stat("../log").st_mtime
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
-        text = self.log.read_text(errors="replace")
+        text = Path("../log").read_text(errors="replace")
         failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", text, re.M)
         if failed:
             return failed[1]
@@ -252,12 +237,16 @@ def main():
         output.seek(0)
         rows = list(map(json.loads, output))
         done = [row["mutant"] for row in rows]
-        clone = Clone(folder, options.tier)
-        for mutant in sample(options.files, options.seed, options.count):
+        subprocess.run(["git", "clone", "-q", "--shared", ".", f"{folder}/clone"], check=True)
+        os.chdir(f"{folder}/clone")
+
+        files = subprocess.check_output(["git", "ls-files", "*.py"], text=True).split()
+        tests = Tests(options.tier)
+        for mutant in sample(fnmatch.filter(files, options.files), options.seed, options.count):
             if mutant._asdict() in done:
                 continue
             begun = cpu_seconds()
-            test = clone.catch(mutant)
+            test = tests.catch(mutant, nearest_tests(mutant.file, files))
             seconds = round(cpu_seconds() - begun)
             rows.append(dict(mutant=mutant._asdict(), test=test, seconds=seconds))
             print(json.dumps(rows[-1]), file=output, flush=True)

@@ -12,11 +12,9 @@ import contextlib
 import fnmatch
 import functools
 import json
-import math
 import os
 import random
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -34,13 +32,12 @@ DECIDE = re.compile(
     r"|footprint/(.*/)?(allocator|tracker|prediction|workspace|copies|operators).*"
     r"|lab/posttrain/(polic|grade\.|rollout).*"
 )
-SIGNS = dict(Lt="GtE", GtE="Lt", Gt="LtE", LtE="Gt", Eq="NotEq", NotEq="Eq")
-SIGNS |= dict(In="NotIn", NotIn="In", Is="IsNot", IsNot="Is")
-EDGES = dict(Lt="LtE", LtE="Lt", Gt="GtE", GtE="Gt")
+SIGNS = dict(Lt="GtE LtE", GtE="Lt Gt", Gt="LtE GtE", LtE="Gt Lt", Eq="NotEq", NotEq="Eq")
+SIGNS |= dict(In="NotIn", NotIn="In", Is="IsNot", IsNot="Is")  # the opposite, off by one
+ORDERED = (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.MatMult)
 TELLING = re.compile(r"print|say|tell|report|notice|log\.\w+|warnings\.\w+|\w*Error")  # calls
-LARGEST = 8  # larger constants are sizes, which may be off by one
+TIERS = {"fast": "not slow and not gpu", "all": "not gpu"}
 SECONDS = 90  # of CPU time for a mutant
-BATCH = 4  # test files of the first process; twice as many of the next
 
 
 class Mutant(NamedTuple):
@@ -95,14 +92,13 @@ def faults(node: ast.AST) -> Iterator[tuple[str, str]]:
     """(kind, what stands there instead) of a node."""
     match node:
         case ast.Compare(left=left, ops=[sign], comparators=right):
-            for kind, signs in (("negated", SIGNS), ("off by one", EDGES)):
-                if type(sign).__name__ in signs:
-                    other = getattr(ast, signs[type(sign).__name__])()
-                    yield kind, ast.unparse(ast.Compare(left, [other], right))
-        case ast.Constant(value=int(value)) if type(value) is int and value <= LARGEST:
+            others = SIGNS[type(sign).__name__].split()
+            for kind, other in zip(("negated", "off by one"), others):
+                yield kind, ast.unparse(ast.Compare(left, [getattr(ast, other)()], right))
+        case ast.Constant(value=int(value)) if type(value) is int and value <= 8:  # no sizes
             yield "off by one", str(value + 1)
-        case ast.BinOp(op=ast.Sub() | ast.Div() | ast.FloorDiv() | ast.Mod() | ast.MatMult()):
-            yield "swapped", f"({ast.unparse(ast.BinOp(node.right, node.op, node.left))})"
+        case ast.BinOp(left, op, right) if isinstance(op, ORDERED):
+            yield "swapped", f"({ast.unparse(ast.BinOp(right, op, left))})"
         case ast.Call(func=ast.Attribute(value=value, attr="sum" | "mean" | "logsumexp" as name)):
             coarse = ast.Call(ast.Attribute(value, "bfloat16"), [], [])
             total = ast.Call(ast.Attribute(coarse, name), node.args, node.keywords)
@@ -127,13 +123,9 @@ def sample(files: list[str], seed: int, count: int) -> list[Mutant]:
     random.Random(seed).shuffle(found)
     kinds = sorted({mutant.kind for mutant in found})
     groups = [[mutant for mutant in found if mutant.kind == kind] for kind in kinds]
-    most = math.ceil(count / len(kinds))
+    most = -(-count // len(kinds))
     rounds = zip_longest(*(islice(filter(Mutant.text, group), most) for group in groups))
     return [mutant for group in rounds for mutant in group if mutant][:count]
-
-
-def module(file: str) -> str:
-    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 @functools.cache
@@ -147,7 +139,7 @@ def imports(file: str) -> set[str]:
             case ast.ImportFrom():
                 found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
             case ast.Constant(value=str(text)):
-                found |= {module(word) for word in text.split()}
+                found |= set(text.split())
     return found
 
 
@@ -156,78 +148,62 @@ def nearest_tests(file: str, files: list[str]) -> list[str]:
     distance = {file: 0}
     reached = [file]
     for name in reached:
-        users = [user for user in files if module(name) in imports(user) and user not in distance]
+        names = {name, name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")}
+        users = [user for user in files if names & imports(user) and user not in distance]
         distance |= dict.fromkeys(users, distance[name] + 1)
         reached += users
-    own = {word[:5] for word in re.split(r"[/_.]", file)}
+    own = set(re.findall("[a-z]{4,5}", file))  # "optim" of optimizers
 
     def place(name: str) -> tuple:
-        shared = own & {word[:5] for word in re.split(r"[/_.]", name)}
+        shared = own.intersection(re.findall("[a-z]{4,5}", name))
         return distance[name], -len(shared), len(imports(name))
 
     return sorted((name for name in reached if "/test_" in name), key=place)
 
 
-class Tests:
-    """Those of a tier, in the folder of this process."""
-
-    def __init__(self, tier: str):
-        self.expression = {"fast": "not slow and not gpu", "all": "not gpu"}[tier]
-        self.sound: dict[str, bool] = {}  # whether a test passes without a fault
-
-    def catch(self, mutant: Mutant, tests: list[str]) -> str | None:
-        """The test that fails with the fault and passes without; None if none does in time."""
-        path = Path(mutant.file)
-        right, wrong = path.read_bytes(), mutant.text()
-        size = BATCH
-        end = cpu_seconds() + SECONDS
-        while tests and cpu_seconds() < end:
-            path.write_bytes(wrong)
-            failed = self.failure(tests[:size], end - cpu_seconds())
-            path.write_bytes(right)
-            if failed is None:
-                tests = tests[size:]
-                size *= 2
-                continue
-            if failed not in self.sound:
-                hangs = failed.startswith("hang")
-                self.sound[failed] = hangs or self.failure([failed], SECONDS) is None
-            if self.sound[failed]:
-                return failed
-        return None
-
-    def failure(self, tests: list[str], seconds: float) -> str | None:
-        """The first test that fails, or that takes more than half of SECONDS."""
-        seconds = max(1, round(seconds))
-        command = ["prlimit", f"--cpu={seconds}", sys.executable, "-m", "pytest", "-xv"]
-        command += ["--no-header", "-m", self.expression, "--basetemp=../temporary", *tests]
-        command += [f"--deselect={test}" for test, sound in self.sound.items() if not sound]
-        with open("../log", "w") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10 * seconds)  # a test may wait for ever
-        silent = time.time() - os.stat("../log").st_mtime
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-        text = Path("../log").read_text(errors="replace")
-        failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", text, re.M)
-        if failed:
-            return failed[1]
-        return f"hang: {text.splitlines()[-1]}" if silent > SECONDS / 2 else None
+def catch(mutant: Mutant, tests: list[str], tier: str) -> str | None:
+    """The test that fails with the fault and passes without; None if none does in time."""
+    path = Path(mutant.file)
+    right, wrong = path.read_bytes(), mutant.text()
+    size = 4  # files of the first process; twice as many of the next
+    end = os.times().children_user + SECONDS
+    while tests and os.times().children_user < end:
+        path.write_bytes(wrong)
+        failed = failure(tests[:size], tier)
+        path.write_bytes(right)
+        if failed and failure([failed], tier) is None:
+            return failed
+        tests = tests[size:]
+        size *= 2
+    return None
 
 
-def cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def failure(tests: list[str], tier: str) -> str | None:
+    """The first test that fails or hangs."""
+    command = ["prlimit", f"--cpu={SECONDS}", sys.executable, "-m", "pytest", "-xv", *tests]
+    command += ["--no-header", "--basetemp=../temporary", "-m", TIERS[tier]]
+    with open("../log", "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10 * SECONDS)  # a test may wait for ever
+    silent = time.time() - os.stat("../log").st_mtime
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+    text = Path("../log").read_text(errors="replace")
+    started = re.findall(r"^(tests/.+?::.+?)(?: PASSED| SKIPPED| $)", text, re.M)
+    found = re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", text, re.M)
+    if silent > SECONDS / 2:
+        found += started[-1:]
+    return found[0] if found else None
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=60, help="mutants")
-    parser.add_argument("--tier", choices=["fast", "all"], default="fast", help="tests that run")
+    parser.add_argument("--tier", choices=TIERS, default="fast", help="tests that run")
     parser.add_argument("--files", default="*", help="glob of the files to change")
     parser.add_argument("--output", type=Path, default="runs/mutants.jsonl", help="JSON lines")
     options = parser.parse_args()
@@ -241,13 +217,12 @@ def main():
         os.chdir(f"{folder}/clone")
 
         files = subprocess.check_output(["git", "ls-files", "*.py"], text=True).split()
-        tests = Tests(options.tier)
         for mutant in sample(fnmatch.filter(files, options.files), options.seed, options.count):
             if mutant._asdict() in done:
                 continue
-            begun = cpu_seconds()
-            test = tests.catch(mutant, nearest_tests(mutant.file, files))
-            seconds = round(cpu_seconds() - begun)
+            begun = os.times().children_user
+            test = catch(mutant, nearest_tests(mutant.file, files), options.tier)
+            seconds = round(os.times().children_user - begun)
             rows.append(dict(mutant=mutant._asdict(), test=test, seconds=seconds))
             print(json.dumps(rows[-1]), file=output, flush=True)
             change = f"{mutant.kind}: {mutant.before} -> {mutant.after}"

@@ -268,6 +268,13 @@ def test_half_hidden_with_fp32_master_weight_returns_fp32_gradients(dtype, loss)
         assert rel(got[index], want[index]) <= 1.05 * rel(plain[index], want[index])
 
 
+@EVERY_LOSS
+def test_the_mean_is_over_more_targets_than_bf16_can_count(loss):
+    labels = torch.arange(301) % 17
+    found = loss(torch.zeros(301, 8), torch.zeros(17, 8), labels)
+    torch.testing.assert_close(found, torch.tensor(17.0).log())
+
+
 def test_autocast_changes_nothing_inside():
     h, w, y = inputs()
     plain = chunked(h, w, y)

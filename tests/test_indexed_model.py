@@ -83,6 +83,7 @@ def test_in_the_warm_up_only_the_indexer_learns_and_the_loss_is_that_of_dense_at
     with torch.no_grad():
         truth = float(dense(**batch()))
     assert all(float(result.loss) == pytest.approx(truth, abs=1e-6) for result in results)
+    assert not results[0].figures["indexer_kl"].requires_grad  # it would keep the step's graph
     assert results[-1].figures["indexer_kl"] < 0.5 * results[0].figures["indexer_kl"]
     assert 0 < results[0].figures["indexer_recall"] < 1
 

@@ -143,6 +143,14 @@ def test_a_response_ends_with_the_first_end_of_the_document(model):
         assert len(sample.logprob_T) == len(sample.self_certainty_T) == len(tokens)
 
 
+def test_a_rollout_keeps_no_graph(model):
+    hiddens = []
+    hook = model.norm.register_forward_hook(lambda *given: hiddens.append(given[-1]))
+    rollout.sample(model, prompts(1), SAMPLING)
+    hook.remove()
+    assert hiddens and not any(hidden.requires_grad for hidden in hiddens)
+
+
 def test_draws_depend_on_seed_step_prompt_and_response_only(model):
     whole = tokens_of(rollout.sample(model, prompts(), SAMPLING, step=2))
     small = dataclasses.replace(SAMPLING, prompts=1)

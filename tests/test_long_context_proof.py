@@ -324,24 +324,6 @@ def test_an_evaluation_that_is_missing_passes_nothing_and_a_damaged_one_is_refus
     assert len(captured.err.splitlines()) == (0 if content is None else 1)
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--folder nowhere", "nowhere has no such seed-* folder: run"),
-        ("--folder . --seeds 4", ". has no such seed-* folder: run"),
-        ("--folder . --seeds", "--seeds has no value: give one or more"),
-        ("", "--folder is missing: give it"),
-    ],
-)
-def test_bad_input_is_answered_in_one_line(words, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "seed-0").mkdir()
-    assert code_of(*words.split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert not list(tmp_path.rglob("proof.json"))
-
-
 # ---- the document
 
 

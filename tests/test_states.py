@@ -306,29 +306,6 @@ def test_muon_takes_the_layers_matrices_and_adamw_the_rest():
 
 # ---- checkpoints, sizes, refusals
 
-KINDS = [
-    dict(optimizer="adamw_bf16"),
-    dict(optimizer="muon"),
-    dict(master_weights="host", dtype="bf16"),
-    dict(optimizer="adamw_8bit", master_weights="none", dtype="bf16"),
-]
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_resumed_run_continues_bit_for_bit(kind, tmp_path):
-    whole, first, second = (build(**kind) for _ in range(3))
-    for index in range(4):
-        step.train_step(whole, batch(index))
-    for index in range(2):
-        step.train_step(first, batch(index))
-    load.load_state(second, load.verified(save.save(first, tmp_path, {})))
-    for index in range(2, 4):
-        step.train_step(second, batch(index))
-    for name, part in named_shards(whole.model, whole.optimizer).items():
-        assert torch.equal(part.local, named_shards(second.model, second.optimizer)[name].local), (
-            name
-        )
-
 
 def test_states_of_another_optimizer_are_refused(tmp_path):
     state = build(optimizer="adamw_8bit")

@@ -12,22 +12,15 @@ from longhaul import step
 from longhaul.checkpoint import load, resume, save
 from longhaul.checkpoint.format import CheckpointError, checksum, named_shards
 from longhaul.checkpoint.load import load_model, verified
-from longhaul.config import TrainConfig
+from tests import kit
 
-CFG = TrainConfig(
-    model_size="tiny",
-    vocab_size=64,
-    context_length=8,
-    dtype="fp32",
-    model_overrides=("num_layers=1",),
-)
+CFG = kit.tiny_config(context_length=8)
 
 
 def trained(steps: int = 1):
     state = step.build(CFG, CFG.model(), "cpu")
-    tokens = torch.arange(8)[None]
     for _ in range(steps):
-        step.train_step(state, [dict(tokens_BT=tokens, labels_BT=tokens)])
+        step.train_step(state, kit.batch(length=8))
     return state
 
 
@@ -113,7 +106,7 @@ def test_a_number_of_the_manifest_that_was_changed_is_found_by_the_checksum(save
     manifest = json.loads((saved / "manifest.json").read_text())
     manifest["step"] += 1
     (saved / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="manifest.json is damaged: use another checkpoint"):
+    with pytest.raises(CheckpointError, match="manifest.json"):
         verified(saved)
 
 
@@ -138,7 +131,7 @@ def test_the_data_position_and_the_optimizers_steps_are_restored(tmp_path):
 
 
 def test_what_is_loaded_is_what_was_saved_optimizer_included(saved):
-    state = step.build(TrainConfig(**{**CFG.__dict__, "seed": 5}), CFG.model(), "cpu")
+    state = step.build(dataclasses.replace(CFG, seed=5), CFG.model(), "cpu")
     load.load_state(state, verified(saved))
     original = trained()
     truth = named_shards(original.model, original.optimizer)
@@ -209,7 +202,7 @@ def test_pruning_keeps_the_newest_one_from_which_a_step_was_taken(tmp_path, skip
 def test_every_flipped_bit_of_a_sample_is_found(saved):
     draw = random.Random(0)
     manifest = json.loads((saved / "manifest.json").read_text())
-    for _ in range(80):
+    for _ in range(60):
         path = draw.choice(sorted(saved.iterdir()))
         content = path.read_bytes()
         broken = bytearray(content)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import io
 import json
-import os
 import re
 import runpy
 import signal
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import profile_memory
 from longhaul import exits
 from tests.tiers import few_fast
 
@@ -23,7 +23,6 @@ ROOT = Path(__file__).parent.parent
 # Their arguments are those of pytest or train.py, or they are sourced.
 PASS_ON = {"setup.sh", "slurm.sh", "test.sh"}
 WRITTEN = {".md", ".py", ".sh", ".toml", ".json", ".svg", ".png", ".html"}
-SECONDS = 90  # until a command has said something, and until it has ended
 INTERRUPTED = 130
 # a shell without job control lets what it starts in the background ignore Ctrl-C
 HEARD = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -101,22 +100,7 @@ def test_help_explains_the_command_and_a_misspelt_flag_is_named_in_one_line(modu
     assert re.search(r"did you mean --\w+\?|choose from --\w+", err)
 
 
-# ---- bare, in a process of its own
-
-
-def started(module: str, folder: Path, *words: str) -> subprocess.Popen:
-    """The command as a leader of its group, to which a terminal would send Ctrl-C."""
-    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=HEARD,
-    )
+# ---- bare
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
@@ -188,13 +172,11 @@ def test_ctrl_c_is_one_line_and_ends_the_command_wherever_it_comes(statement):
 # ---- the profiler
 
 
-def test_json_without_a_name_is_all_that_standard_output_has(tmp_path):
-    process = started("profile_memory", tmp_path, "--model_size", "tiny", "--json")
-    out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0
-    assert json.loads(out)["config"]["model_size"] == "tiny"
-    assert "live GiB" in err
-    assert not list(tmp_path.iterdir())
+def test_json_without_a_name_is_all_that_standard_output_has(capfd):
+    assert profile_memory.main(["--model_size", "tiny", "--json"]) == 0
+    captured = capfd.readouterr()
+    assert json.loads(captured.out)["config"]["model_size"] == "tiny"
+    assert "live GiB" in captured.err
 
 
 # ---- shell scripts

@@ -8,7 +8,6 @@ import profile_memory
 import train
 import verify_chunked_loss
 from base import flags
-from benchmarks import train_step
 
 SPELLINGS = ("bf16", "bfloat16", "torch.bfloat16", "fp32", "float32", "torch.float32")
 HALF = ("fp16", "float16", "torch.float16")
@@ -44,13 +43,6 @@ def test_every_script_takes_every_spelling(name, capsys, monkeypatch):
         assert "/nowhere" in said and "--dtype" not in said, spelling
 
 
-@pytest.mark.parametrize("name", LATER)
-def test_every_script_refuses_a_precision_that_it_does_not_have(name, capsys):
-    for spelling in ("int8", "torch.fp32", *(() if name in WITH_HALF else HALF)):
-        said = refusal(name, spelling, capsys)
-        assert "--dtype" in said and "fp32" in said and "bf16" in said
-
-
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_training_and_planning_take_every_spelling(spelling, capsys):
     with pytest.raises(SystemExit):
@@ -71,8 +63,3 @@ def test_the_loss_is_verified_in_every_spelling(spelling):
     words = "--seq_len 8 --hidden_size 8 --vocab_size 32 --device cpu --dtype"
     given = verify_chunked_loss.parsed([*words.split(), spelling])
     assert given.dtype == flags.precision(spelling)
-
-
-def test_a_benchmark_takes_every_spelling():
-    given = train_step.arguments(["--dtypes", *SPELLINGS])
-    assert given.dtypes == [flags.precision(spelling) for spelling in SPELLINGS]

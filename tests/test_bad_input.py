@@ -233,6 +233,8 @@ train --compile --mlp_tiles 2
 train --compile --no_compile
 train --master_weights none
 train --master_weights host --optimizer muon
+train --master_weights host --optimizer adamw_8bit
+train --grad_clip 0 --optimizer muon --optimizer_in_backward
 train --optimizer sgd
 train --optimizer_in_backward
 train --optimizer_in_backward --grad_clip 0 --gradient_accumulation_steps 2

@@ -234,6 +234,7 @@ def test_sparse_attention_starts_from_standard_weights_and_not_the_reverse(
         settings(f"--init_from {tmp_path / 'sparse'} --attention_type standard")
 
 
+@pytest.mark.slow
 def test_indexed_attention_starts_from_standard_weights_which_its_warm_up_keeps(hf, data, tmp_path):
     folder = str(hf)
     flags = f"--init_from {folder} --attention_type indexed --context_length 64 --lr 1e-3"

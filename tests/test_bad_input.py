@@ -30,6 +30,7 @@ from lab import grade, intuitor, reward, run_full_analysis
 from longhaul import qwen3
 from scripts import convert_qwen3, equivalence, evaluate, generate, lm_eval, proof_figures
 from tests.readers import evil_pickle
+from tests.tiers import slow
 
 SECONDS = 15
 GIB = 2**30
@@ -552,6 +553,11 @@ NAMELESS = {
     "profile --json /dev/full",
     "step --hf {hf} --json /dev/full",
 }
+# Each plans a run for several seconds, as `train --batch_size 1000000` does.
+SLOW = {
+    "train --context_length 1000000",
+    "train --length_schedule 32768:1,65536:1 --context_length 65536",
+}
 # What to do stands behind the last ": ".
 REMEDY = re.compile(
     r".*: (give|use|choose|drop|name|keep|run|prepare|did you mean|add|repair|wait|make|check|"
@@ -728,7 +734,7 @@ def files_of(names: dict[str, Path]) -> dict[Path, tuple[int, int]]:
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", [slow(row) if row in SLOW else row for row in ROWS])
 def test_a_bad_input_is_answered_in_one_line(row, names, capsys):
     if NEEDS_NO_GPU.search(row) and torch.cuda.is_available():
         pytest.skip("this machine has a GPU, so --device cuda is no bad input")

@@ -198,11 +198,6 @@ def test_a_seed_that_is_none_is_refused_before_anything_is_made(pretended, tmp_p
         assert not (tmp_path / "out").exists()
 
 
-def test_a_flag_is_answered_with_the_usage(pretended, tmp_path):
-    done = pretended(f"bash {SCRIPT} --help")
-    assert done.returncode == 0 and "LEARNED=1.0" in done.stdout and "set -e" not in done.stdout
-
-
 def test_every_variable_that_the_script_reads_is_explained_at_its_top():
     text = SCRIPT.read_text(encoding="utf-8")
     read = set(re.findall(r"\$\{([A-Z_]+):-", text))

@@ -157,18 +157,6 @@ def assert_same(result: dict, truth: dict):
         assert moved > 0 and float((result["weights"][name] - weight).norm() / moved) < 1e-4, name
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(batch_size=1),
-        dict(batch_size=1, loss="one_pass"),
-    ],
-    ids=str,
-)
-def test_levers_on_one_process_change_nothing(single, changes):
-    assert_same(train(dist.World(), changes), single[True])
-
-
 # {name: (ranks, settings)}: processes start once per name and run all of its settings
 SHARDED = {
     "2 ranks": (

@@ -5,7 +5,6 @@ import importlib
 import pytest
 
 import profile_memory
-import train
 import verify_chunked_loss
 from base import flags
 
@@ -43,19 +42,14 @@ def test_every_script_takes_every_spelling(name, capsys, monkeypatch):
         assert "/nowhere" in said and "--dtype" not in said, spelling
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_training_and_planning_take_every_spelling(spelling, capsys):
-    with pytest.raises(SystemExit):
-        train.main(["--data", "/nowhere", "--device", "cpu", "--dtype", spelling])
-    assert "/nowhere" in capsys.readouterr().err
-    assert profile_memory.main(["--hf", "/nowhere", "--dtype", spelling]) == 2
-    assert "/nowhere" in capsys.readouterr().err
+BF16 = SPELLINGS[:3]
 
 
-@pytest.mark.parametrize("spelling", ["bf16", "bfloat16", "torch.bfloat16"])
-def test_autocast_is_a_precision_too(spelling, capsys):
-    assert profile_memory.main(["--hf", "/nowhere", "--autocast", spelling]) == 2
-    assert "/nowhere" in capsys.readouterr().err
+@pytest.mark.parametrize("flag, spellings", [("--dtype", SPELLINGS), ("--autocast", BF16)])
+def test_planning_takes_every_spelling(flag, spellings, capsys):
+    for spelling in spellings:
+        assert profile_memory.main(["--hf", "/nowhere", flag, spelling]) == 2
+        assert "/nowhere" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS + HALF)

@@ -50,7 +50,6 @@ def version(package: str) -> tuple[int, ...]:
 
 # The test files that take longest, first. Whoever runs them last keeps the others waiting.
 LONG_FILES = (
-    "test_on_gpu",
     "test_kill",
     "test_simulate",
     "test_context",

@@ -84,7 +84,7 @@ def dataset(folder: Path, rows: int = 40) -> Path:
     return folder
 
 
-def arguments(folder: Path, out: Path, *more: str) -> list[str]:
+def arguments(folder: Path | str, out: Path, *more: str) -> list[str]:
     """Flags of a small run of the data in `folder`. Of a flag that is given twice the last holds;
     one of `more` may hold several flags.
     """
@@ -153,7 +153,7 @@ def records(out: Path) -> list[dict]:
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     """What the last rank's shard of the newest checkpoint holds."""
-    return load_file(sorted(out.glob("step-*/rank-*"))[-1])
+    return load_file(max(out.glob("step-????????/rank-*")))
 
 
 def same_bits(first: Path, second: Path) -> bool:

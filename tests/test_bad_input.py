@@ -250,6 +250,12 @@ profile --snapshot x --device cpu
 profile --batch-size 0
 profile --contxt_length 5
 profile --optimizer sgd
+profile --task analysis --layers 4
+profile --task analysis --solve levers --vram 8
+profile --task analysis --nproc 2
+profile --task analysis --measure
+profile --task analysis --html {new}
+profile --task analysis --num_samples 0
 verify --foo
 verify --seq_len 0
 verify --seq_len 1000000000000
@@ -295,6 +301,15 @@ analysis --device cuda:99
 analysis --dtype int8
 analysis --compare float32
 analysis --chunk -1
+analysis --chunk 100
+analysis --layers ,
+analysis --layers 0,two
+analysis --compare fp32,bf16,bfloat16
+analysis --compare float32,int8
+analysis --compare fp32,bf16 --dtype bf16
+analysis --sae_k 1000000
+analysis --out {text}
+analysis --context_length 1000000
 analysis --out {data}
 evaluate --batches 0
 evaluate --context_length 1

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from longhaul.evals.score import Item, ModelScorer
+from longhaul.exits import DONE
 from model import IGNORE, Decoder
 
 SITES = ("residual", "attention", "mlp")
@@ -22,28 +23,10 @@ Consume = Callable[[int, str, Tensor], None]  # layer, site, x_BtD
 Rows = tuple[Tensor, Tensor | None]  # tokens [B, T] and, of packed rows, doc_ids [B, T]
 
 
-def check_layers(layers: Sequence[int], num_layers: int) -> None:
-    """ValueError unless each is a layer of the model, given once."""
-    if not layers:
-        raise ValueError(f"no layer is given: choose from 0 to {num_layers - 1}")
-    for layer in layers:
-        if not 0 <= layer < num_layers:
-            valid = ", ".join(str(index) for index in range(num_layers))
-            raise ValueError(
-                f"layer {layer} is out of range, the model has {num_layers} layers: choose from "
-                f"{valid}"
-            )
-        if list(layers).count(layer) > 1:
-            raise ValueError(f"layer {layer} is given twice: give each layer once")
+class NotMeasurable(ValueError):
+    """The model has nothing that this part could measure: a finding, and not an error."""
 
-
-def check_sites(sites: Sequence[str]) -> None:
-    """ValueError unless each is a name in SITES, given once."""
-    for site in sites:
-        if site not in SITES:
-            raise ValueError(f"site {site!r} is unknown: choose from {', '.join(SITES)}")
-        if list(sites).count(site) > 1:
-            raise ValueError(f"site {site!r} is given twice: give each site once")
+    exit_code = DONE
 
 
 def module_at(model: Decoder, layer: int, site: str) -> nn.Module:
@@ -102,8 +85,6 @@ def replaced(
 
     `function` must return another tensor of the same shape and dtype, not change the given one.
     """
-    check_layers([layer], len(model.layers))
-    check_sites([site])
     with hooked(module_at(model, layer, site), lambda _, x_BtD: function(x_BtD)):
         yield
 
@@ -130,11 +111,8 @@ def stream(
     rows pass at once, and x is [B, T, D].
     doc_ids: documents of packed rows, as Decoder.forward takes them.
 
-    ValueError for layers or sites that do not exist, and for parts of an attention that reads rows
-    at once.
+    ValueError for parts of an attention that reads rows at once.
     """
-    check_layers(layers, len(model.layers))
-    check_sites(sites)
     with contextlib.ExitStack() as hooks:
         for layer in layers:
             for site in sites:

@@ -191,7 +191,7 @@ class AnalysisConfig(Measures):
     batch_size: int = flag(8, "rows that pass at once", at_least=1, group="run")
     out: str = flag(
         "",
-        "folder of the results; the same command with the same folder continues",
+        "folder of the results, a new or an empty one",
         group="run",
     )
 

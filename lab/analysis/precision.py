@@ -31,7 +31,7 @@ from lab.analysis.activations import Rows, hooked, require_finite, run
 from lab.analysis.autoencoder import Autoencoder, Match, jaccard
 from lab.analysis.patching import REPLACED, TOP, Effects, Site
 from longhaul import kernels
-from model import CHOICES, Decoder, LayerCache, Rope
+from model import Decoder, LayerCache, Rope
 
 REFERENCE = "float32"
 PRECISIONS = (REFERENCE, "bfloat16", "float16")
@@ -65,8 +65,6 @@ def at_precision(model: Decoder, dtype: str) -> Decoder:
     """A decoder that computes in `dtype` with the parameters and the tables of positions of an
     unsharded one, which they share: only what is cast on use takes memory.
     """
-    if dtype not in CHOICES["compute_dtype"]:
-        raise ValueError(f"precision {dtype!r} is unknown: choose from {', '.join(PRECISIONS)}")
     config = dataclasses.replace(model.config, compute_dtype=dtype)
     with torch.device("meta"):
         twin = kernels.decoder(config)
@@ -100,9 +98,6 @@ class Cost(NamedTuple):
     jaccard: float | None
 
 
-SUMMED = ("tokens", "error", "size", "jaccard")
-
-
 class Sums:
     """What is added up over the tokens of a layer, float64 on the device, with an autoencoder or
     without.
@@ -134,18 +129,6 @@ class Sums:
         if self.autoencoder is None:
             return Cost(relative_rms, None)
         return Cost(relative_rms, (self.jaccard / self.tokens).item())
-
-    def state_dict(self) -> dict:
-        """All of it, for a file: no copies, so they change with the next tokens."""
-        return {name: getattr(self, name) for name in SUMMED}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what `state_dict` returned."""
-        device = self.error.device
-        self.tokens = state["tokens"]
-        self.error = state["error"].to(device, copy=True)
-        self.size = state["size"].to(device, copy=True)
-        self.jaccard = state["jaccard"].to(device, copy=True)
 
 
 def sums_of(

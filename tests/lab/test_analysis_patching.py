@@ -140,8 +140,6 @@ def test_texts_without_copies_are_refused():
     # whatever follows A can only be B, and no third token is there to replace it
     with pytest.raises(ValueError, match="give more data, or longer prompts"):
         copy_pairs([np.array([0, 1] * 24)], T, 3)
-    with pytest.raises(ValueError, match="give at least 1 pair and 3 tokens"):
-        copy_pairs([random_text(100)], T, 0)
 
 
 # ---- spans
@@ -158,8 +156,6 @@ def test_spans_cover_every_position_once(length, most):
 
 def test_spans_have_names():
     assert [span_name(span) for span in spans(9, 3)] == ["0-3", "4-7", "8"]
-    with pytest.raises(ValueError, match="1 spans of positions: give at least 2"):
-        spans(9, 1)
 
 
 # ---- what it finds

@@ -316,9 +316,3 @@ def test_circuits_are_compared_by_their_places():
 def test_precisions_that_cannot_be_compared(names, words):
     with pytest.raises(ValueError, match=words):
         check_precisions(names)
-
-
-def test_an_unknown_precision(model):
-    check_precisions(["float16", "float32"])
-    with pytest.raises(ValueError, match="precision 'int4' is unknown"):
-        at_precision(model, "int4")

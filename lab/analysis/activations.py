@@ -148,8 +148,12 @@ def _no_figures(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tenso
 # ---- overflow
 
 
-def overflow(model: Decoder, rows: Rows, chunk: int = 0) -> tuple[int, str] | None:
-    """The first layer and site of a forward at which an activation is not finite, if any is."""
+def overflow(
+    model: Decoder, rows: Rows, chunk: int = 0, last: int | None = None
+) -> tuple[int, str] | None:
+    """The first layer and site of a forward at which an activation is not finite, if any is; the
+    forward ends after layer `last`.
+    """
     places: list[tuple[int, str]] = []
     finite: list[Tensor] = []
 
@@ -157,7 +161,7 @@ def overflow(model: Decoder, rows: Rows, chunk: int = 0) -> tuple[int, str] | No
         places.append((layer, site))
         finite.append(x_BtD.isfinite().all())
 
-    layers = range(model.config.num_layers)
+    layers = range(model.config.num_layers if last is None else last + 1)
     tokens_BT, doc_ids = rows
     stream(model, tokens_BT, layers, SITES, look, doc_ids=doc_ids, chunk=chunk)
     is_finite = torch.stack(finite).tolist()
@@ -165,25 +169,23 @@ def overflow(model: Decoder, rows: Rows, chunk: int = 0) -> tuple[int, str] | No
     return min(found, key=lambda place: place[0]) if found else None
 
 
-def require_finite(model: Decoder, rows: Rows, chunk: int = 0, deepest: int | None = None) -> str:
-    """ValueError that names the first layer at which an activation is not finite.
-
-    deepest: the last layer that is looked at. On what lies behind it no figure depends: then what
-    overflows there is returned in words, which are empty if nothing does.
+def require_finite(model: Decoder, rows: Rows, chunk: int = 0, last: int | None = None) -> None:
+    """ValueError that names the first layer, up to layer `last`, at which an activation is not
+    finite.
     """
-    place = overflow(model, rows, chunk)
+    place = overflow(model, rows, chunk, last)
     if place is None:
-        return ""
+        return
     layer, site = place
     dtype = model.config.compute_dtype
     where = {"residual": "the residual stream after layer", "mlp": "the MLP of layer"}.get(
         site, "the attention of layer"
     )
-    words = f"{where} {layer} is not finite in {dtype}"
-    remedy = "check the weights of this checkpoint"
     if dtype == "float16":
-        words = f"{dtype} overflows in {where} {layer}, whose activations pass 65,504"
-        remedy = "use bfloat16 in --dtype or --compare"
-    if deepest is not None and layer > deepest:
-        return words
-    raise ValueError(f"{words}: {remedy}")
+        raise ValueError(
+            f"{dtype} overflows in {where} {layer}, whose activations pass 65,504: use bfloat16 in "
+            "--dtype or --compare"
+        )
+    raise ValueError(
+        f"{where} {layer} is not finite in {dtype}: check the weights of this checkpoint"
+    )

@@ -327,8 +327,8 @@ def names(asked: Analysed) -> list[str]:
     return [name for name in PARTS if not skipped.get(name)]
 
 
-# the forward of these ends at the last layer that is looked at; statistics see every overflow
-ENDS_EARLY = ("distances", "sae", "costs")
+# the forward of these ends at the last layer that is looked at
+ENDS_EARLY = ("statistics", "distances", "sae", "costs")
 
 
 @functools.cache

@@ -46,7 +46,6 @@ def lines(result: dict) -> list[str]:
         rows += found["precision"]["lines"]
 
     rows += [_line(name, f"left out: {words}") for name, words in result["left_out"].items()]
-    rows += [_line("note", words) for words in _notes(parts)]
     rows.append(_line("memory", _memory_words(result)))
     if result["missing"]:
         rows.append(_line("not done yet", ", ".join(result["missing"])))
@@ -55,12 +54,6 @@ def lines(result: dict) -> list[str]:
 
 def _line(name: str, words: str) -> str:
     return f"{name:<{NAME}}{words}"
-
-
-def _notes(parts: Mapping[str, dict]) -> list[str]:
-    """What a reader should know of the parts besides their figures, a sentence each."""
-    found = dict.fromkeys(part["note"] for part in parts.values() if part["note"])
-    return [f"{words}; no figure here depends on it" for words in found]
 
 
 def _statistics_words(figures: Mapping) -> str:

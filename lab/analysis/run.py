@@ -34,7 +34,7 @@ from lab.analysis.precision import (
     sums_of,
 )
 from lab.analysis.samples import Rows, Samples
-from lab.analysis.statistics import LayerStatistics, Magnitude
+from lab.analysis.statistics import LayerStatistics
 from longhaul.exits import BAD_INPUT, DONE
 from model import Decoder
 
@@ -81,15 +81,11 @@ def batch(samples: Source, first: int, batch_size: int) -> Rows:
 
 def statistics(
     model: Decoder, samples: Source, measures: Measures, batch_size: int, what: str = ""
-) -> dict[int, LayerStatistics | Magnitude]:
-    """The totals of each layer's residual stream over all samples. Of the last layer, which every
-    overflow reaches, the magnitude is there even if it is not among those that are looked at.
-    """
+) -> dict[int, LayerStatistics]:
+    """The totals of each layer's residual stream over all samples."""
     device = model.embed.weight.device
     width = model.config.hidden_size
-    last = model.config.num_layers - 1
-    totals: dict[int, LayerStatistics | Magnitude] = {last: Magnitude(device)}
-    totals |= {layer: LayerStatistics(width, device) for layer in measures.chosen(model.config)}
+    totals = {layer: LayerStatistics(width, device) for layer in measures.chosen(model.config)}
 
     def consume(layer: int, site: str, x_BtD: Tensor) -> None:
         totals[layer].add(x_BtD)
@@ -112,29 +108,6 @@ def read(
         doc_ids=rows.doc_ids_BT,
         chunk=chunk,
     )
-
-
-def check_finite(
-    found: Mapping[int, LayerStatistics | Magnitude],
-    model: Decoder,
-    samples: Source,
-    measures: Measures,
-    batch_size: int,
-) -> str:
-    """ValueError if the numbers of a layer that is looked at overflowed: it names the first layer
-    of all in which they do, which need not be one of those. What overflows behind them is returned
-    in words, which are empty if nothing does.
-    """
-    if all(totals.is_finite() for totals in found.values()):
-        return ""
-    layers = measures.chosen(model.config)
-    may_refuse = not all(found[layer].is_finite() for layer in layers)
-    words = ""
-    for rows in batches(samples, batch_size):
-        words = require_finite(model, rows, measures.chunk, layers[-1]) or words
-        if words and not may_refuse:
-            break
-    return words
 
 
 # ---- how far back heads look
@@ -263,7 +236,7 @@ class Analysis:
     folder  where autoencoders are written
     meter   measures the peak of memory while a part runs
 
-    done       {name: {"result", "seconds", "peak_bytes", "note"}} of the parts that have ended
+    done       {name: {"result", "seconds", "peak_bytes"}} of the parts that have ended
     left_out   {name: reason} of those that refused with a ValueError; the others go on
     exit_code  that of the first refusal that is an error
     """
@@ -281,7 +254,6 @@ class Analysis:
         self.left_out: dict[str, str] = {}
         self.exit_code = DONE
         self.parts = self._parts()
-        self._note = ""  # of the part that runs
         self._costs: dict[str, dict[int, Cost]] = {}
         self._effects: dict[str, Effects] = {}
 
@@ -316,7 +288,6 @@ class Analysis:
 
     def _do(self, name: str, part: Part) -> None:
         begin = time.monotonic()
-        self._note = ""
         try:
             with self.meter(self.model) as peak:
                 result = part(name)
@@ -328,24 +299,26 @@ class Analysis:
             "result": result,
             "seconds": time.monotonic() - begin,
             "peak_bytes": peak.peak_bytes,
-            "note": self._note,
         }
 
     def _in(self, dtype: str) -> Decoder:
         """The model as it computes in a precision."""
         return self.model if dtype == self.cfg.dtype else at_precision(self.model, dtype)
 
-    def _check(self, model: Decoder) -> str:
-        """Find out in the first seconds whether a precision overflows, as `require_finite` does."""
+    def _require_finite(self, model: Decoder, rows: Rows) -> None:
+        require_finite(model, rows, self.cfg.chunk, self.layers[-1])
+
+    def _check(self, model: Decoder) -> None:
+        """Find out in the first seconds whether a precision overflows."""
         tokens_BT, doc_ids_BT = batch(self.samples, 0, self.cfg.batch_size)
-        rows = tokens_BT[:, :PROBE], doc_ids_BT[:, :PROBE]
-        return require_finite(model, rows, self.cfg.chunk, self.layers[-1])
+        self._require_finite(model, Rows(tokens_BT[:, :PROBE], doc_ids_BT[:, :PROBE]))
 
     def _measure(self, name: str) -> dict:
-        asked = self.model, self.samples, self.cfg, self.cfg.batch_size
-        found = statistics(*asked, name)
-        self._note = check_finite(found, *asked)
-        return {layer: found[layer].result()._asdict() for layer in self.layers}
+        found = statistics(self.model, self.samples, self.cfg, self.cfg.batch_size, name)
+        if not all(totals.is_finite() for totals in found.values()):
+            for rows in batches(self.samples, self.cfg.batch_size):
+                self._require_finite(self.model, rows)
+        return {layer: totals.result()._asdict() for layer, totals in found.items()}
 
     def _look_back(self, name: str) -> dict:
         found = distances(self.model, self.samples, self.cfg, self.cfg.batch_size, name)
@@ -395,7 +368,7 @@ class Analysis:
 
     def _compare(self, dtype: str, name: str) -> dict:
         other = self._in(dtype)
-        self._note = self._check(other)
+        self._check(other)
         autoencoders = {}
         if "sae" in self.done:
             autoencoders = {layer: self._autoencoder("sae", layer) for layer in self.layers}

@@ -116,23 +116,6 @@ class LayerStatistics:
         )
 
 
-class Magnitude:
-    """The largest magnitude of an activation, from as many parts as there are: inf or nan after an
-    overflow.
-    """
-
-    def __init__(self, device: Device = "cpu"):
-        self.max_abs = torch.zeros((), device=device, dtype=torch.float64)
-
-    def add(self, x: Tensor) -> None:
-        """Take in the numbers of x, of any shape and floating dtype."""
-        self.max_abs = torch.maximum(self.max_abs, magnitude(x).double())
-
-    def is_finite(self) -> bool:
-        """Whether no number overflowed."""
-        return math.isfinite(self.max_abs.item())
-
-
 # ---- formulas
 
 

@@ -15,7 +15,7 @@ import torch
 from data.dataset import open_dataset
 from data.writer import write_dataset
 from lab import run_full_analysis
-from lab.analysis import report
+from lab.analysis import memory, report
 from lab.analysis import run as running
 from lab.analysis.samples import Samples
 from longhaul import qwen3
@@ -23,8 +23,8 @@ from model import Decoder
 from tests.lab.test_analysis_patching import V, planted_copy_head
 
 LENGTH = 60  # tokens of a text
-FEW = "--context_length 40 --num-samples 6 --batch-size 2 --prompts 4 --prompt_length 24 --spans 4"
-SAE = "--sae_tokens 300 --sae-width 2 --sae-k 4"
+FEW = "--context_length 40 --num-samples 6 --batch-size 2 --prompts 2 --prompt_length 24 --spans 2"
+SAE = "--sae_tokens 160 --sae-width 2 --sae-k 4"
 
 
 def texts(count: int) -> Iterator[np.ndarray]:
@@ -80,6 +80,13 @@ def done(made) -> Path:
     """A finished analysis of all parts."""
     analyse(made, made / "done", f"{SAE} --compare float32,bfloat16")
     return made / "done"
+
+
+@pytest.fixture(autouse=True)
+def unplanned(monkeypatch):
+    """All runs but `done` are not planned, which would take most of their time."""
+    nothing = memory.Plan({"loading": 0}, "cpu")
+    monkeypatch.setattr(memory, "plan", lambda *_: nothing)
 
 
 # ---- the result
@@ -191,7 +198,7 @@ def test_autoencoders_that_refuse_are_left_out_of_the_comparison(made, tmp_path,
 def test_an_overflow_in_the_first_rows_names_the_layer_and_leaves_nothing(
     made, overflowing, tmp_path, capsys
 ):
-    more = "--skip_sae --dtype float16"
+    more = "--skip_sae --skip_patching --dtype float16"
     assert not analyse(made, tmp_path / "out", more, overflowing, code=2)
     line = capsys.readouterr().err.splitlines()[-1]
     assert "MLP of layer 1" in line
@@ -201,18 +208,16 @@ def test_an_overflow_in_the_first_rows_names_the_layer_and_leaves_nothing(
 def test_an_overflow_in_later_rows_leaves_out_what_depends_on_it(
     made, overflowing, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(running.Analysis, "_check", lambda *_: "")
+    monkeypatch.setattr(running.Analysis, "_check", lambda *_: None)
     result = analyse(made, tmp_path / "out", "--skip_sae --dtype float16", overflowing, code=2)
     assert result["left_out"].keys() == {"patching", "statistics", "distances"}
     assert "MLP of layer 1" in result["left_out"]["statistics"]
 
 
-@pytest.mark.parametrize("more", ["--dtype float16", "--compare float32,float16"])
-def test_an_overflow_behind_the_layers_that_are_looked_at_is_said(
-    made, overflowing, more, tmp_path
+def test_an_overflow_behind_the_layers_that_are_looked_at_does_not_matter(
+    made, overflowing, tmp_path
 ):
-    more = f"--skip_sae --skip_patching --layers 0 {more}"
+    more = "--skip_sae --skip_patching --layers 0 --dtype float16"
     figures = analyse(made, tmp_path / "out", more, overflowing)["parts"]["statistics"]["result"]
-    assert "MLP of layer 1" in (tmp_path / "out" / "report.txt").read_text()
     assert figures.keys() == {"0"}
     assert figures["0"]["fp16_headroom"] > 1

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import profile_memory
 from data.prompts import Prompt
 from footprint.allocator import replay
 from footprint.device import Demand
@@ -361,27 +360,3 @@ def test_a_rollout_that_does_not_fit_names_its_lever():
     asked = planner.plan(cfg, cfg.model(), dist.World(), CPU, available=PROCESS_GIB + 0.07)
     assert asked.needs.peak_stage == "rollout" and not asked.fits
     assert fit.closest(asked).asked.rollout_prompts == 1
-
-
-ON_A_CPU = ["--max_response_length", "9", "--device", "cpu"]
-
-
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        (["--group_size", "1"], "--group_size 1 is out of range"),
-        (["--max_response_length", "512"], "leaves no token"),
-        (["--max_new_tokens", "3"], "unknown flag"),
-        (["--kl", "k2"], "choose from"),
-        (["--attention_type", "nsa"], "use standard"),
-        (["--max_response_length", "9", "--batch_size", "99999999"], "give a shorter context"),
-        (["--solve", "levers", *ON_A_CPU], "`python -m lab.intuitor --plan`"),
-        (["--advise", "--vram", "8", *ON_A_CPU], "drop --device cpu"),
-    ],
-)
-def test_bad_input_of_a_policy_is_one_line_and_exit_code_2(args, words, capsys):
-    small = ["--task", "intuitor", "--model_size", "tiny", "--context_length", "512"]
-    assert profile_memory.main([*small, *args]) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1

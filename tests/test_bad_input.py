@@ -310,6 +310,7 @@ analysis --context_length 1
 analysis --device cuda:99
 analysis --dtype int8
 analysis --compare float32
+analysis --compare bf16,fp16
 analysis --chunk -1
 analysis --chunk 100
 analysis --layers ,

@@ -34,7 +34,6 @@ from longhaul import kernels
 from model import Decoder, LayerCache, Rope
 
 REFERENCE = "float32"
-PRECISIONS = (REFERENCE, "bfloat16", "float16")
 TILE = 4096  # tokens that an autoencoder reads at a time
 
 
@@ -72,20 +71,6 @@ def at_precision(model: Decoder, dtype: str) -> Decoder:
     twin.tie_weights()
     twin.rotary = model.rotary
     return twin.requires_grad_(False)
-
-
-def check_precisions(names: Sequence[str]) -> None:
-    """ValueError unless float32 is among them, each is known and none is given twice."""
-    for name in names:
-        if name not in PRECISIONS:
-            raise ValueError(f"--compare {name} is unknown: choose from {', '.join(PRECISIONS)}")
-        if list(names).count(name) > 1:
-            raise ValueError(f"--compare has {name} twice: give each precision once")
-    if REFERENCE not in names or len(names) < 2:
-        raise ValueError(
-            f"--compare {','.join(names)}: give {REFERENCE}, which others are compared with, and "
-            "at least one other"
-        )
 
 
 # ---- activations

@@ -104,7 +104,7 @@ def test_each_part_is_planned_within_five_percent(name, part):
     check_part(part, what, RandomSamples(2, what.context_length))
 
 
-@pytest.mark.parametrize("part", ["statistics", "sae"])
+@pytest.mark.parametrize("part", [slow("statistics"), "sae"])
 def test_packed_rows_in_parts_are_planned_within_five_percent(part):
     what = dataclasses.replace(asked("parts"), context_length=700, longest=300).shallow(1, 1)
     check_part(part, what, PackedSamples(2, what.context_length))

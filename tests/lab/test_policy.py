@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lab.posttrain import policy
 from lab.posttrain.policy import Group, PolicyLoss, PolicyObjective, Response
@@ -255,24 +254,6 @@ def test_a_group_that_is_not_learned_changes_nothing():
     with_it = one_update(dist.World(), EACH, "tokens", skip=True)
     without = one_update(dist.World(), EACH[:3] + EACH[4:], "tokens", skip=False)
     require_equal(with_it, without)
-
-
-def test_the_update_runs_on_tensors_without_values():
-    """So a planner can simulate it: no value is read and no shape depends on one."""
-    model = step.skeleton(TRAIN, TRAIN.model())
-    reference = step.skeleton(TRAIN, TRAIN.model())
-    real = policy.micro_batch(groups_of(), "cpu")
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        state = step.fill(model, TRAIN, "cpu", step.ONE_PROCESS, None)
-        step.materialise(reference, 0, torch.device("cpu"))
-        state.objective = PolicyObjective(PolicyLoss(), reference.requires_grad_(False))
-        state.checked = True
-        micro = {
-            name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
-            for name, value in real.items()
-        }
-        loss = step.gradients(state, [micro])
-    assert isinstance(loss, FakeTensor) and model.norm.weight.grad.shape == (64,)
 
 
 def test_log_probabilities_of_some_responses_are_no_first_update():

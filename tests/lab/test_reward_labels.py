@@ -140,7 +140,7 @@ def test_the_head_takes_over_the_scale_of_its_features():
         ('{"text": "a", "label": 2}', "label '2'"),
         ('{"text": "a", "label": NaN}', "label 'nan'"),
         (r'{"text": "a\ud800", "label": 1}', "texts.jsonl:2"),
-        ('{"text": "a", "label": 0}', "2 text(s)"),  # too few
+        ('{"text": "a", "label": 0}', "1 text(s)"),  # too few
         ('{"text": "a", "label": 1}\n' * 12, "label 1"),  # all of one label
     ],
 )

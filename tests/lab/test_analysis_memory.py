@@ -91,6 +91,11 @@ def test_a_model_that_is_loaded_has_its_tied_head_twice_until_it_is_tied():
     assert analysis.peak(asked("standard"), "cpu", "loading") == tracker.peak > tracker.live
 
 
+def test_distances_are_planned_where_they_are_measured():
+    assert "distances" in analysis.names(asked("standard"))
+    assert "distances" not in analysis.names(asked("nsa"))
+
+
 # a plan that reads every tile of every head takes seconds, as does one of many parts of a row
 CASES = [("standard", part) for part in MEASURED if part != "distances"]
 CASES += [slow("standard", "distances")]

@@ -55,7 +55,7 @@ LONG_FILES = (
     "test_context",
     "test_hosts",
     "test_rehearsal",
-    "test_grade_run",
+    "test_policy_run",
     "test_docs",
     "test_operators",
     "test_fused_nsa",
@@ -64,7 +64,6 @@ LONG_FILES = (
     "test_analysis_run",
     "test_memory_posttrain",
     "test_nsa_model",
-    "test_intuitor_run",
     "test_train",
     "test_nsa",
 )

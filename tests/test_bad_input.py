@@ -65,6 +65,8 @@ DOORS = {
     "step": (profile_memory.main, ""),
     "grade": (grade.main, f"{POLICY} --max_new_tokens 8"),
     "intuitor": (intuitor.main, f"{POLICY} --max_response_length 8"),
+    "soft": (grade.main, ""),
+    "policy": (intuitor.main, ""),
     "reward": (reward.main, REWARD),
     "harness": (lm_eval.main, "--checkpoint {run} --tasks x --device cpu"),
     "sums": (sums.main, "--output {new}"),
@@ -290,6 +292,20 @@ profile --snapshot x --device cpu
 profile --batch-size 0
 profile --contxt_length 5
 profile --optimizer sgd
+profile --task intuitor --group_size 1
+profile --task intuitor --max_response_length 512
+profile --task intuitor --max_new_tokens 3
+profile --task intuitor --kl k2
+profile --task intuitor --attention_type nsa
+profile --task intuitor --max_response_length 9 --device cpu --batch_size 99999999
+profile --task intuitor --max_response_length 9 --device cpu --solve levers
+profile --task intuitor --max_response_length 9 --device cpu --advise --vram 8
+profile --task analysis --layers 4
+profile --task analysis --solve levers --vram 8
+profile --task analysis --nproc 2
+profile --task analysis --measure
+profile --task analysis --html {new}
+profile --task analysis --num_samples 0
 verify --foo
 verify --seq_len 0
 verify --seq_len 1000000000000
@@ -334,7 +350,17 @@ analysis --context_length 1
 analysis --device cuda:99
 analysis --dtype int8
 analysis --compare float32
+analysis --compare bf16,fp16
 analysis --chunk -1
+analysis --chunk 100
+analysis --layers ,
+analysis --layers 0,two
+analysis --compare fp32,bf16,bfloat16
+analysis --compare float32,int8
+analysis --compare fp32,bf16 --dtype bf16
+analysis --sae_k 1000000
+analysis --out {text}
+analysis --context_length 1000000
 analysis --out {data}
 evaluate --batches 0
 evaluate --context_length 1
@@ -489,7 +515,37 @@ opened {torn_data}
 grade --checkpoint {folder}
 grade --method gumble
 grade --blocks sel_count=3
-intuitor --group_size 0
+grade --max_new_tokens 0
+grade --max_new_tokens 64
+grade --gumbel_topk 100000
+grade --gumbel_topk -1 --method all
+grade --tau_start 0
+grade --tau_end nan
+grade --kl_coef -0.1
+grade --attention_type nsa
+grade --reward_checkpoint {run}
+grade --evals loss
+soft --demo --method all --gumbel_topk 105
+soft --demo --context_length 30
+policy --checkpoint {run}
+policy --data {data}
+policy --demo --group_size 1
+policy --memory_table --batch 12
+policy --memory_table --tokens 4k
+policy --memory_table --tokens 4
+policy --memory_table --model Qwen9
+policy --memory_table --x
+intuitor --group_size 1
+intuitor --max_response_length 64
+intuitor --temperature 0
+intuitor --temperature nan
+intuitor --clip 0
+intuitor --kl_coef -1
+intuitor --normalizer rows
+intuitor --length_schedule 8:1,16:1
+intuitor --attention_type nsa
+intuitor --vocab_size 16
+intuitor --reward label
 intuitor --checkpoint /nonexistent
 intuitor --data {text}
 intuitor --reward curiosity
@@ -501,6 +557,12 @@ reward --data {text}
 reward --data /nonexistent
 reward --output {folder}
 reward --steps -1
+reward --lr 1e38
+reward --lr 100 --weight_decay 100 --steps 60
+reward --label_field one
+reward --text_field words.all
+reward --output {text}/out
+reward --output /proc/nope
 reward --held_out 1
 harness --limit -1
 harness --batch_size -1

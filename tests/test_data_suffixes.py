@@ -71,8 +71,10 @@ def test_what_is_refused_is_refused_in_capitals_and_by_pattern_too(tmp_path, nam
     for copy in (name, f"2{name}"):
         (tmp_path / copy).write_bytes(content)
     for path in (tmp_path / name, f"{tmp_path}/*{name[1:]}"):
-        with pytest.raises(ValueError, match="read"):
+        with pytest.raises(ValueError, match=name[1:]):
             TextFiles([path])
+    with pytest.raises(ValueError, match=name[1:]):
+        TextFiles([tmp_path], text_field="text")
 
 
 def test_a_text_in_capitals_is_text_and_a_pattern_finds_it(tmp_path):
@@ -148,9 +150,11 @@ def test_text_without_a_suffix_that_is_known_stays_text(tmp_path, name, text):
 def test_sources_in_a_folder_stay_text_and_records_among_them_are_said(tmp_path):
     for name in ("a.py", "b.json", "c.map"):
         (tmp_path / name).write_bytes(RECORDS)
+    (tmp_path / "d.csv").write_bytes(TABLE)
     files = TextFiles([tmp_path])
-    assert [document.text for document in files.documents()] == [RECORDS.decode()] * 3
-    assert f"{tmp_path}/a.py and 2 more" in files.notes()[0]
+    found = [document.text for document in files.documents()]
+    assert found == [RECORDS.decode()] * 3 + [TABLE.decode()]
+    assert f"{tmp_path}/a.py and 3 more" in files.notes()[0]
 
 
 @pytest.mark.parametrize("name", ["part-00000", "a.tar", "unmarked.txt"])

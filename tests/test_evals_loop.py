@@ -28,7 +28,7 @@ from longhaul.evals.heatmap import PIXELS
 from longhaul.evals.measures import Asked, Measures
 from longhaul.evals.score import Item, ModelScorer, Scores
 from model import IGNORE
-from tests import runs
+from tests import kit
 from tests.ranks import run_ranks
 from tests.test_evals_score import SMALL, built
 
@@ -241,16 +241,14 @@ def test_flags_of_evaluations_that_are_off_are_left_alone():
 
 def arguments(dataset, out, *more: str) -> list[str]:
     flags = ["--context_length", str(CONTEXT), "--schedule", "constant", "--eval_rows", "3", *more]
-    return runs.last_given(runs.arguments(dataset.path, out, *flags))
+    return kit.arguments(dataset.path, out, *flags)
 
 
 @pytest.fixture(scope="module")
 def evaluated(dataset, tmp_path_factory):
     """A run of 4 steps with all measures after 2 and 4."""
     out = tmp_path_factory.mktemp("evaluated") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "cores", lambda: 1)
-        train.main(arguments(dataset, out, "--max_steps", "4", "--eval_every", "2", *EVALS))
+    train.main(arguments(dataset, out, "--max_steps", "4", "--eval_every", "2", *EVALS))
     return out
 
 
@@ -258,10 +256,9 @@ def records(out) -> list[dict]:
     return [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
 
 
-def test_an_evaluation_changes_no_bit_of_training(evaluated, dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(dist, "cores", lambda: 1)
+def test_an_evaluation_changes_no_bit_of_training(evaluated, dataset, tmp_path):
     train.main(arguments(dataset, tmp_path / "run", "--max_steps", "4", "--eval_every", "0"))
-    assert runs.same_end(tmp_path / "run", evaluated)
+    assert kit.same_end(tmp_path / "run", evaluated)
     assert not (tmp_path / "run" / "eval.jsonl").exists()
 
 
@@ -390,7 +387,6 @@ def test_evaluations_change_no_bit_whatever_ranks_share(dataset):
 def test_a_run_that_is_ended_in_an_evaluation_resumes_to_the_same_bits(
     evaluated, dataset, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(dist, "cores", lambda: 1)
     out = tmp_path / "run"
     words = arguments(dataset, out, "--max_steps", "4", "--eval_every", "2", *EVALS)
     words += ["--save_every", "1"]
@@ -411,5 +407,5 @@ def test_a_run_that_is_ended_in_an_evaluation_resumes_to_the_same_bits(
     assert max(path.name for path in out.glob("step-*")) == "step-00000002"
 
     train.main(words)
-    assert runs.same_end(out, evaluated)
+    assert kit.same_end(out, evaluated)
     assert [record["step"] for record in records(out)] == [4]

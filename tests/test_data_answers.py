@@ -18,8 +18,8 @@ from data.prepare import main
 from data.sources import Document
 from data.tokenizer import Tokenizer
 from data.tokenizer import train as train_tokenizer
+from tests.kit import contents
 from tests.test_data_resume import Killed, stopping
-from tests.test_data_shards import contents_of
 
 SEEN = [
     {
@@ -82,12 +82,6 @@ def test_only_the_answer_and_the_end_are_learned_and_the_prompt_has_its_own_ids(
     assert dataset.masked and len(dataset.splits) == 2
 
 
-def test_two_threads_and_texts_in_parts_give_the_same_bytes(inputs, dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline, "BATCH_CHARS", 100)
-    assert main(arguments(inputs, tmp_path / "d", "--workers", "2")) == 0
-    assert contents_of(tmp_path / "d") == contents_of(dataset.path)
-
-
 def test_a_long_prompt_and_answer_in_many_parts_keep_their_marks(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "BATCH_CHARS", 10_000)
     tokenizer = Tokenizer(inputs / "tokenizer.model")
@@ -96,7 +90,7 @@ def test_a_long_prompt_and_answer_in_many_parts_keep_their_marks(inputs, tmp_pat
         lambda: [Document("a", prompt, answer)],
         tmp_path / "d",
         tokenizer=inputs / "tokenizer.model",
-        workers=1,
+        workers=2,
         answers=True,
     )
     [(ids, learned)] = documents_of(made)  # one record is not cut for a validation split
@@ -141,7 +135,7 @@ def test_a_killed_preparation_continues_unless_another_field_is_asked(
     assert main(arguments(inputs, tmp_path / "d", fields=change)) == 0
     assert ("continuing after 8 documents" in capsys.readouterr().out) == (change == FIELDS)
     assert main(arguments(inputs, tmp_path / "whole", fields=change)) == 0
-    assert contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")
+    assert contents(tmp_path / "d") == contents(tmp_path / "whole")
 
 
 # ---- bad input

@@ -13,7 +13,7 @@ from data import corpus
 from data.corpus import embedded_files, prepare_embedded
 from data.loader import IGNORE, Loader
 from data.manifest import IntegrityError
-from tests.test_data_prepare import texts_of
+from tests.kit import written_texts
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"vocab_size": 512, "max_bytes": 400_000, "workers": 1}
@@ -44,7 +44,7 @@ def test_another_setting_is_another_entry_of_the_cache(cache):
 
 
 def test_the_embedded_corpus_gives_its_files_back(cache):
-    texts = texts_of(prepare_embedded(cache, documents="file", **SMALL))
+    texts = written_texts(prepare_embedded(cache, documents="file", **SMALL))
     files = {
         file.path.read_bytes().decode() for file in embedded_files(SMALL["max_bytes"]) if file.size
     }

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import train
-from data import hugging_face, pipeline
+from data import hugging_face
 from data.corpus import embedded_files, read_corpus
 from data.dataset import open_dataset
 from data.hugging_face import HuggingFaceTokenizer
@@ -24,6 +24,7 @@ from data.prepare import main
 from data.sources import by_directory
 from data.tokenizer import train as train_tokenizer
 from tests import qwen_tokenizer
+from tests.kit import refused
 
 ROOT = Path(__file__).parent.parent
 TRAINING = [(ROOT / "model.py").read_text(), "caf\u00e9 \u65e5\u672c\u8a9e \U0001f600\n" * 50]
@@ -146,17 +147,6 @@ def test_a_long_text_is_cut_into_parts_unless_its_kind_is_unknown(tokenizer, qwe
     )
     for change in changes:
         assert not hugging_face.is_cuttable(content | change), change
-
-
-def test_threads_give_the_ids_of_one_call(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline, "BATCH_CHARS", 5000)
-    texts = [*TRAINING, "", "short"]
-    documents = [pipeline.Document(str(n), text) for n, text in enumerate(texts)]
-    path = pipeline.copy_tokenizer(load_tokenizer(small), tmp_path)
-    encoded = pipeline.encode(documents, path, 2)
-    whole = load_tokenizer(small)
-    for document, text in zip(encoded, texts, strict=True):
-        assert document.tokens.tolist() == whole.encode(text)
 
 
 def test_a_special_token_in_the_text_stays_text(tokenizer, reference):
@@ -294,9 +284,7 @@ def test_without_the_library_one_line_says_what_to_install(
 ):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert prepare(ROOT / "base", tmp_path / "d", small) == 2
-    with pytest.raises(SystemExit) as stop:
-        train.main([*RUN.split(), "--data", str(prepared), "--output_dir", str(tmp_path / "d")])
-    assert stop.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert "pip install -e '.[tokenizers]'" in lines[0] and "tokenizers" in lines[-1]
+    assert "pip install -e '.[tokenizers]'" in capsys.readouterr().err
+    words = [*RUN.split(), "--data", prepared, "--output_dir", tmp_path / "d"]
+    assert "'.[tokenizers]'" in refused(capsys, train.main, words)
     assert not (tmp_path / "d").exists()

@@ -16,7 +16,7 @@ from data.load_tokenizer import load_tokenizer
 from data.losses import Outspoken
 from data.prepare import main
 from data.sources import Document
-from tests.test_data_shards import contents_of
+from tests.kit import contents
 
 TEXT = "the cat sat on a mat and the dog ran to it "
 END = "</s>"
@@ -218,7 +218,7 @@ def test_threads_and_a_killed_preparation_count_alike(folders, tmp_path, monkeyp
         with pytest.raises(KeyboardInterrupt):
             build("d", [10**9, stop] if stop == 40 else [stop])
     build("d", [10**9])
-    assert contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")
+    assert contents(tmp_path / "d") == contents(tmp_path / "whole")
     assert open_dataset(tmp_path / "d").manifest.losses["lost"] > 8
 
 

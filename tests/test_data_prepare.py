@@ -17,6 +17,7 @@ from data.pipeline import build_dataset, encode, scan
 from data.prepare import main
 from data.sources import Document, TextFiles, by_directory, refuse
 from data.tokenizer import Tokenizer
+from tests.kit import written_texts
 
 WORDS = (
     "the quick brown fox jumps over the lazy dog "
@@ -52,18 +53,6 @@ def folder(tmp_path):
     for n, text in enumerate(TRICKY):
         (root / "b" / "deep" / f"{n:02}.txt").write_bytes(text.encode())
     return root
-
-
-def texts_of(dataset: Dataset) -> list[str]:
-    """The text of every document, training first."""
-    tokenizer = Tokenizer(dataset.tokenizer_path)
-    found = []
-    for split in dataset.splits.values():
-        for d in range(split.num_documents):
-            ids = split.read(d, 0, 10**9).tolist()
-            assert ids[-1] == dataset.eod_id and dataset.eod_id not in ids[:-1]
-            found.append(tokenizer.decode(ids))
-    return found
 
 
 # --- reading
@@ -212,7 +201,7 @@ def test_a_folder_becomes_a_dataset_that_gives_every_byte_back(folder, tmp_path)
     sizes = ["--vocab-size", "350", "--val-fraction", "0.2"]
     assert main(["--input", str(folder), "--output", str(folder / "out"), *sizes]) == 0
     dataset = open_dataset(folder / "out", verify=True)
-    assert sorted(texts_of(dataset)) == sorted(expected)
+    assert sorted(written_texts(dataset)) == sorted(expected)
     assert dataset.vocab_size == 350 and set(dataset.splits) == {"train", "val"}
     read_bytes = sum(split.source_bytes for split in dataset.splits.values())
     assert read_bytes == sum(len(text.encode()) for text in expected)
@@ -225,14 +214,14 @@ def test_the_end_of_an_only_document_is_the_validation_split(tmp_path, capsys):
     (tmp_path / "input.txt").write_text(text)
     arguments = ["--input", str(tmp_path / "input.txt"), "--vocab_size", "350", "--output"]
     assert main([*arguments, str(tmp_path / "d"), "--val_fraction", "0.1"]) == 0
-    head, tail = texts_of(open_dataset(tmp_path / "d", verify=True))
+    head, tail = written_texts(open_dataset(tmp_path / "d", verify=True))
     assert head + tail == text
     assert 0.05 * len(text) < len(tail) < 0.15 * len(text)
     assert head.endswith("\n")
     assert f"{len(tail):,}" in capsys.readouterr().out
 
     assert main([*arguments, str(tmp_path / "whole"), "--val_fraction", "0"]) == 0
-    assert texts_of(open_dataset(tmp_path / "whole")) == [text]
+    assert written_texts(open_dataset(tmp_path / "whole")) == [text]
 
 
 @pytest.mark.parametrize("text", ["x", "one line without an end", "\n" * 50])
@@ -251,7 +240,7 @@ def test_skipped_documents_are_named_on_screen_also_if_nothing_is_left(folder, t
     assert main([*flags, str(folder), "--on_error", "skip"]) == 0
     # refused once, left out once
     assert capsys.readouterr().err.count("bad.txt:2: ") == 2
-    assert len(texts_of(Dataset(tmp_path / "d"))) == 12 + len(TRICKY)
+    assert len(written_texts(Dataset(tmp_path / "d"))) == 12 + len(TRICKY)
 
     only_bad = ["--output", str(tmp_path / "none"), "--input", str(bad)]
     assert main([*only_bad, "--on_error", "skip"]) == 2
@@ -267,6 +256,6 @@ def test_names_that_look_like_paths_flags_or_lines_are_names(tmp_path):
         (source / os.fsdecode(name)).write_text(text_of(number))
     words = ["--input", source, "--output", tmp_path / "d", "--documents", "directory"]
     assert main([*map(str, words), "--vocab_size", "400", "--workers", "1"]) == 0
-    text = "".join(texts_of(open_dataset(tmp_path / "d", verify=True)))
+    text = "".join(written_texts(open_dataset(tmp_path / "d", verify=True)))
     assert all(text_of(number) in text for number in range(len(strange)))
     assert {path.name for path in tmp_path.iterdir()} == {"names", "d"}

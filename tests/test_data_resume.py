@@ -24,7 +24,7 @@ from data.prepare import main
 from data.sources import Document
 from data.tokenizer import train
 from data.writer import Writer, write_dataset
-from tests.test_data_shards import contents_of
+from tests.kit import contents
 
 ROOT = Path(__file__).parent.parent
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "seven", "sing"]
@@ -64,7 +64,7 @@ def test_a_writer_continues_after_its_full_shards_and_writes_the_same_bytes(tmp_
         writer.add(pipeline.TokenizedDocument(document))
     writer.finish(None, [], 0.2)
     durable.remove(writer.working)
-    assert contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")
+    assert contents(tmp_path / "d") == contents(tmp_path / "whole")
     assert len(list((tmp_path / "d").glob("*.bin"))) > 3
     open_dataset(tmp_path / "d", verify=True)
 
@@ -126,7 +126,7 @@ def small_shards():
 def whole(tmp_path_factory, small_shards):
     output = tmp_path_factory.mktemp("whole") / "d"
     prepare(output)
-    return contents_of(output)
+    return contents(output)
 
 
 @pytest.mark.parametrize("stop", [0, 30, 45, 59])
@@ -141,7 +141,7 @@ def test_a_preparation_continues_after_any_document(tmp_path, whole, monkeypatch
 
     monkeypatch.setattr(pipeline, "encode", watched)
     said = prepare(tmp_path / "d")
-    assert contents_of(tmp_path / "d") == whole
+    assert contents(tmp_path / "d") == whole
     continued = [line for line in said if line.startswith("continuing after ")]
     assert len(continued) == (stop > len(DOCUMENTS) + 5)  # three are encoded ahead, some are empty
     if continued:
@@ -159,7 +159,7 @@ def test_a_kill_before_or_after_any_operation_of_the_disk_leaves_the_same_bytes(
 ):
     few = DOCUMENTS[1:5]
     prepare(tmp_path / "whole", few)
-    expected = contents_of(tmp_path / "whole")
+    expected = contents(tmp_path / "whole")
     left = [0]
 
     def killing(operation):
@@ -184,7 +184,7 @@ def test_a_kill_before_or_after_any_operation_of_the_disk_leaves_the_same_bytes(
         for stop in (4, None):  # killed once more, then restored from there
             if not (tmp_path / "d").exists():
                 prepare(tmp_path / "d", few, stop=stop)
-        assert contents_of(tmp_path / "d") == expected, f"kill {kills}"
+        assert contents(tmp_path / "d") == expected, f"kill {kills}"
         shutil.rmtree(tmp_path / "d")
     assert kills > 40
 
@@ -198,7 +198,7 @@ def test_other_documents_or_settings_begin_anew(tmp_path, change):
     prepare(tmp_path / "d", stop=50)
     said = prepare(tmp_path / "d", **change)
     assert not any("continuing" in line for line in said)
-    assert contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")
+    assert contents(tmp_path / "d") == contents(tmp_path / "whole")
 
 
 def test_a_second_process_on_the_same_output_is_refused(tmp_path, capsys):
@@ -232,15 +232,15 @@ def test_a_disk_that_has_filled_up_meanwhile_costs_nothing_that_is_done(
     tmp_path, whole, monkeypatch
 ):
     prepare(tmp_path / "d", stop=50)
-    before = contents_of(tmp_path / ".tmp-d" / "working")
+    before = contents(tmp_path / ".tmp-d" / "working")
     with monkeypatch.context() as full:
         full.setattr(durable, "free_bytes", lambda folder: 10)
         with pytest.raises(OSError, match="10 are free"):
             prepare(tmp_path / "d")
-    assert contents_of(tmp_path / ".tmp-d" / "working") == before
+    assert contents(tmp_path / ".tmp-d" / "working") == before
     said = prepare(tmp_path / "d")
     assert said[0].startswith("continuing after 1")
-    assert contents_of(tmp_path / "d") == whole
+    assert contents(tmp_path / "d") == whole
 
 
 def test_a_changed_file_begins_anew_and_other_workers_do_not(tmp_path, monkeypatch, capsys):
@@ -308,5 +308,5 @@ def test_kill_9_twice_leaves_the_same_bytes(tmp_path):
         assert process.returncode == -signal.SIGKILL
     assert "continuing after 6 " in process.stdout
     assert main([*flags, str(tmp_path / "d")]) == 0
-    assert contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")
+    assert contents(tmp_path / "d") == contents(tmp_path / "whole")
     assert not list(tmp_path.glob(".tmp-*"))

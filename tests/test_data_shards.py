@@ -16,6 +16,7 @@ from data.writer import (
     unigram_entropy,
     write_dataset,
 )
+from tests.kit import contents
 
 VOCAB, EOD = 100, 0
 
@@ -35,10 +36,6 @@ def dataset(tmp_path):
         shard_tokens=300,
         val_fraction=0.1,
     )
-
-
-def contents_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def all_documents(dataset: Dataset) -> dict[int, list[int]]:
@@ -282,11 +279,11 @@ def test_an_output_that_holds_something_is_refused_and_left_alone(dataset, tmp_p
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
-    before = contents_of(dataset.path)
+    before = contents(dataset.path)
     for output in (dataset.path, tmp_path / "other", tmp_path / "file", tmp_path / "file" / "in"):
         with pytest.raises(ValueError, match="--output"):
             write_dataset([np.array([1])], output, vocab_size=9, eod_id=0)
-    assert contents_of(dataset.path) == before
+    assert contents(dataset.path) == before
     (tmp_path / "empty").mkdir()
     write_dataset([np.array([1])], tmp_path / "empty", vocab_size=9, eod_id=0)
 
@@ -307,7 +304,7 @@ def test_what_a_killed_writer_left_is_not_in_the_dataset(tmp_path):
     (stale / "folder").mkdir(parents=True)
     (stale / "shard-00007.bin").write_bytes(b"stale")
     dataset = write_dataset([np.array([1])], tmp_path / "d", vocab_size=9, eod_id=0)
-    assert sorted(contents_of(dataset.path)) == [
+    assert sorted(contents(dataset.path)) == [
         "manifest.json",
         "shard-00000.bin",
         "shard-00000.idx",

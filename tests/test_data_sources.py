@@ -21,6 +21,7 @@ from data.fields import FieldError, TextField
 from data.prepare import main
 from data.sources import TextFiles
 from data.tokenizer import train
+from tests.kit import read_texts
 from tests.readers import damaged
 
 ROOT = Path(__file__).parent.parent
@@ -32,10 +33,6 @@ COMPRESS = {
     ".bz2": bz2.compress,
     ".zst": lambda content: zstandard.ZstdCompressor().compress(content),
 }
-
-
-def texts_of(*named, **settings) -> list[str]:
-    return [document.text for document in TextFiles(named, **settings).documents()]
 
 
 def write_parquet(path: Path, columns: dict, **settings) -> Path:
@@ -87,7 +84,7 @@ def test_compressed_files_give_the_text_of_plain_ones(tmp_path, suffix):
     compress = COMPRESS[suffix]
     (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(JSONL))
     (tmp_path / f"b.txt{suffix}").write_bytes(compress(b"first ") + compress(b"second"))
-    assert texts_of(tmp_path) == [*TEXTS, "first second"]
+    assert read_texts(tmp_path) == [*TEXTS, "first second"]
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -97,7 +94,7 @@ def test_a_file_that_is_cut_off_is_named(tmp_path, suffix, name):
     path = tmp_path / f"{name}{suffix}"
     path.write_bytes(whole[: len(whole) * 3 // 4])
     with pytest.raises(ValueError, match=f"{name}{suffix} .*--on_error skip"):
-        texts_of(path)
+        read_texts(path)
     reports = []
     files = TextFiles([path], report=reports.append)
     list(files.documents())
@@ -116,9 +113,9 @@ def test_damage_in_a_later_stream_is_never_taken_for_the_end(tmp_path, suffix):
         bad[place] ^= 0xFF
         path.write_bytes(first + bad + third)
         with pytest.raises(ValueError, match=f"a.txt{suffix} "):
-            texts_of(path)
+            read_texts(path)
     path.write_bytes(first + second + third)
-    assert texts_of(path) == [b"".join(texts).decode()]
+    assert read_texts(path) == [b"".join(texts).decode()]
 
 
 @pytest.mark.parametrize("suffix", ["", *COMPRESS])
@@ -126,7 +123,7 @@ def test_a_file_that_is_left_early_is_told_once(tmp_path, suffix):
     content = b"\xff" + random.Random(0).randbytes(300_000).hex().encode()
     (tmp_path / f"a.txt{suffix}").write_bytes(COMPRESS.get(suffix, bytes)(content))
     reports = []
-    assert texts_of(tmp_path, report=reports.append, document_bytes=1000) == []
+    assert read_texts(tmp_path, report=reports.append, document_bytes=1000) == []
     assert len(reports) == 1
 
 
@@ -153,13 +150,17 @@ def test_a_column_of_parquet_gives_a_document_for_each_row(tmp_path):
 )
 def test_every_type_of_text_column_is_read_and_null_is_empty(tmp_path, kind):
     column = pyarrow.array(["a", None, "\u00e9"]).cast(kind)
-    assert texts_of(write_parquet(tmp_path / "a.parquet", dict(text=column))) == ["a", "", "\u00e9"]
+    assert read_texts(write_parquet(tmp_path / "a.parquet", dict(text=column))) == [
+        "a",
+        "",
+        "\u00e9",
+    ]
 
 
 def test_nested_columns_are_read(tmp_path):
     columns = dict(title=["T", "U"], meta=[dict(body="b", n=1), dict(body="c", n=2)], other=[0, 0])
     path = write_parquet(tmp_path / "a.parquet", columns)
-    assert texts_of(path, text_field="meta.body") == ["b", "c"]
+    assert read_texts(path, text_field="meta.body") == ["b", "c"]
 
 
 def test_parquet_without_the_column_is_refused_and_names_those_it_has(tmp_path):
@@ -167,20 +168,20 @@ def test_parquet_without_the_column_is_refused_and_names_those_it_has(tmp_path):
     for report in (print, None):
         settings = dict(report=report) if report else {}
         with pytest.raises(ValueError, match=r"'text' \(found: id, body\); set --text_field"):
-            texts_of(path, **settings)
+            read_texts(path, **settings)
     with pytest.raises(ValueError, match="a.parquet:1: .*'id'"):
-        texts_of(path, text_field="id")
+        read_texts(path, text_field="id")
 
 
 def test_bytes_of_parquet_that_are_not_text_are_named_by_row(tmp_path):
     bad = pyarrow.array([b"fine", b"ab\xff"]).view(pyarrow.string())
     path = write_parquet(tmp_path / "a.parquet", dict(text=bad))
     with pytest.raises(ValueError, match="a.parquet:2: "):
-        texts_of(path)
+        read_texts(path)
     nested = pyarrow.StructArray.from_arrays([bad], ["b"])
     path = write_parquet(tmp_path / "b.parquet", dict(text=nested))
     with pytest.raises(ValueError, match="b.parquet:2: "):
-        texts_of(path, text_field="text.b")
+        read_texts(path, text_field="text.b")
 
 
 def test_damaged_bytes_of_parquet_are_always_named_or_read(tmp_path):
@@ -190,7 +191,7 @@ def test_damaged_bytes_of_parquet_are_always_named_or_read(tmp_path):
     for seed in range(150):
         path.write_bytes(damaged(random.Random(seed), good))
         try:
-            texts_of(path)
+            read_texts(path)
         except ValueError as error:
             assert "\n" not in str(error)
             refused += 1
@@ -239,7 +240,7 @@ def test_patterns_name_files(tmp_path):
     for name in ("b/x.txt", "a/y.txt", "a/z.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert texts_of(f"{tmp_path}/**/*.txt") == ["a/y.txt", "b/x.txt"]
+    assert read_texts(f"{tmp_path}/**/*.txt") == ["a/y.txt", "b/x.txt"]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.txt.zst"])
@@ -316,7 +317,7 @@ def test_a_record_longer_than_the_limit_is_named_and_the_rest_is_read(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     write_parquet(tmp_path / "b.parquet", dict(text=["a", "b" * 3_000_000, "c"]))
     reports = []
-    assert texts_of(tmp_path, document_bytes=100, report=reports.append) == ["a", "c"] * 2
+    assert read_texts(tmp_path, document_bytes=100, report=reports.append) == ["a", "c"] * 2
     assert [report.split("/")[-1].split(" has")[0] for report in reports] == [
         "a.jsonl:2: a line",
         "b.parquet:2: a text",

@@ -17,6 +17,7 @@ import torch
 import train
 from data import prepare
 from scripts import convert_qwen3, evaluate
+from tests.kit import refused
 
 CPU = torch.device("cpu")
 MODEL = (
@@ -117,9 +118,8 @@ def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
     folder, capsys, monkeypatch
 ):
     monkeypatch.setattr(evaluate, "measured", None)
-    with pytest.raises(SystemExit) as stop:
-        evaluate.main(f"--checkpoint {folder}/a {FEW} --output /proc/nope".split())
-    assert stop.value.code == 2 and "/proc/nope" in capsys.readouterr().err.splitlines()[-1]
+    words = f"--checkpoint {folder}/a {FEW} --output /proc/nope"
+    assert "/proc/nope" in refused(capsys, evaluate.main, words.split())
 
 
 def test_one_process_measures_what_is_asked_whatever_levers_the_run_had(
@@ -196,10 +196,8 @@ def test_rows_beyond_memory_are_refused(folder, capsys, monkeypatch):
     monkeypatch.setattr(evaluate, "available_gib", lambda device, world: 0.1)
     for chunk in ("auto", "0", "64"):
         words = f"--checkpoint {folder}/a --device cpu --evals loss --chunk {chunk}"
-        with pytest.raises(SystemExit) as stop:
-            evaluate.main(words.split())
-        (line,) = capsys.readouterr().err.splitlines()
-        assert stop.value.code == 2 and line.endswith("evaluate shorter rows")
+        line = refused(capsys, evaluate.main, words.split())
+        assert line.endswith("evaluate shorter rows")
 
 
 def test_parts_of_an_attention_that_reads_rows_at_once_are_refused(folder):

@@ -23,6 +23,7 @@ from model import Decoder, ModelConfig, NSAConfig
 from scripts import convert_qwen3
 from scripts import lm_eval as command
 from tests import qwen_tokenizer
+from tests.kit import refused
 
 ROOT = Path(__file__).parents[1]
 WINDOW = 256
@@ -407,24 +408,17 @@ def compare(ours: list[dict], theirs: list[dict]):
 
 
 def test_a_dense_model_is_left_to_the_harness(folder, dense_run, capsys, monkeypatch):
+    asking = ["--tasks", "arc_easy"]
     monkeypatch.setattr(command, "require_extra", lambda: None)
-    said = refusal(capsys, "--checkpoint", folder, "--tasks", "arc_easy")
+    said = refused(capsys, command.main, ["--checkpoint", folder, *asking])
     assert f"lm_eval --model hf --model_args pretrained={folder}," in said
-    said = refusal(capsys, "--checkpoint", dense_run, "--tasks", "arc_easy")
+    said = refused(capsys, command.main, ["--checkpoint", dense_run, *asking])
     assert f"scripts.convert_qwen3 --checkpoint {dense_run}" in said
 
     monkeypatch.undo()
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    said = refusal(capsys, "--checkpoint", folder, "--tasks", "arc_easy")
+    said = refused(capsys, command.main, ["--checkpoint", folder, *asking])
     assert "pip install -e '.[lm_eval]'" in said
-
-
-def refusal(capsys, *words) -> str:
-    """The last line on standard error of a command that ends with exit code 2."""
-    with pytest.raises(SystemExit) as stop:
-        command.main([str(word) for word in words])
-    assert stop.value.code == 2
-    return capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")

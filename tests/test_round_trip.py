@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.multiprocessing import ProcessExitedException
 
 import train
@@ -31,6 +30,7 @@ from longhaul.step import TrainState
 from model import Decoder, ModelConfig
 from scripts import convert_qwen3, generate
 from tests import qwen_tokenizer
+from tests.kit import refused
 from tests.ranks import run_ranks
 from tests.test_convert_sentencepiece import random_texts
 
@@ -251,20 +251,6 @@ def test_a_hugging_face_tokenizer_keeps_its_settings_and_its_chat_template(chat_
     assert read(back / "config.json")["bos_token_id"] == roles[0]
 
 
-def test_bf16_shards_come_back_bit_for_bit(tmp_path):
-    decoder = Decoder(small_config()).bfloat16()
-    qwen3.to_hf(decoder, tmp_path / "hf", shard_bytes=5_000)
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
-    convert_qwen3.main(["--input", str(tmp_path / "hf"), "--output", str(tmp_path / "run")])
-    back = export(tmp_path / "run", tmp_path / "back", "--tokenizer", "none")
-
-    tensors = load_file(back / "model.safetensors")
-    for name, parameter in decoder.named_parameters():
-        stored = tensors.pop(qwen3.hf_name(name))
-        assert stored.dtype == torch.bfloat16 and torch.equal(stored, parameter)
-    assert not tensors and read(back / "config.json")["torch_dtype"] == "bfloat16"
-
-
 @pytest.fixture
 def mixed(tmp_path) -> Path:
     """A Hugging Face folder of several files, with norms in fp32 and matrices in bf16."""
@@ -395,25 +381,18 @@ def imported_without_end(tmp_path) -> Path:
 # ---- bad input
 
 
-def refused(capsys, *words: str, code: int = 2) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        convert_qwen3.main(list(map(str, words)))
-    message = capsys.readouterr().err
-    assert stop.value.code == code and message.count("\n") == 1
-    return message
-
-
 def test_a_run_without_a_tokenizer_says_how_to_export(tmp_path, capsys):
     qwen3.to_hf(Decoder(small_config()), tmp_path / "hf")
     convert_qwen3.main(["--input", str(tmp_path / "hf"), "--output", str(tmp_path / "run")])
     to_new = ("--checkpoint", tmp_path / "run", "--output", tmp_path / "new")
-    assert "--tokenizer none" in refused(capsys, *to_new)
+    assert "--tokenizer none" in refused(capsys, convert_qwen3.main, to_new)
 
     large = qwen_tokenizer.make(tmp_path / "large", ["abc\n" * 9], 260, 700, 800)
-    assert "the model 640: give --tokenizer" in refused(capsys, *to_new, "--tokenizer", large)
+    assert "the model 640: give --tokenizer" in refused(
+        capsys, convert_qwen3.main, [*to_new, "--tokenizer", large]
+    )
     without_ids = ("--tokenizer", "none", "--eod", "<|endoftext|>")
-    assert "drop --eod" in refused(capsys, *to_new, *without_ids)
+    assert "drop --eod" in refused(capsys, convert_qwen3.main, [*to_new, *without_ids])
     assert not (tmp_path / "new").exists()
 
     weights_only = export(tmp_path / "run", tmp_path / "new", "--tokenizer", "none")
@@ -425,6 +404,6 @@ def test_another_tokenizer_than_that_of_an_imported_run_is_refused(exported, tmp
     convert_qwen3.main(["--input", str(exported), "--output", str(tmp_path / "run")])
     other = qwen_tokenizer.make(tmp_path / "other", ["abc\n" * 9], 260, 260, 640)
     words = ("--checkpoint", tmp_path / "run", "--output", tmp_path / "new", "--tokenizer")
-    assert str(other) in refused(capsys, *words, other)
+    assert str(other) in refused(capsys, convert_qwen3.main, [*words, other])
     assert not (tmp_path / "new").exists()
     convert_qwen3.main([*map(str, words), str(exported)])

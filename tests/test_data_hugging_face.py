@@ -94,6 +94,7 @@ def test_any_text_has_the_ids_of_transformers(tokenizer, reference, text):
     assert tokenizer.encode(text) == reference(text)["input_ids"]
 
 
+@pytest.mark.slow
 def test_the_embedded_corpus_has_the_ids_of_transformers(qwen, reference, tmp_path):
     """In a sample of it, because all 88 MB take two minutes; special tokens in it stay text."""
     size = 500_000
@@ -279,6 +280,7 @@ def test_a_folder_with_a_sentencepiece_model_only_is_read_unless_it_asks_for_cod
 RUN = "--model_size tiny --vocab_size 640 --context_length 64 --max_steps 2 --device cpu"
 
 
+@pytest.mark.slow
 def test_without_the_library_one_line_says_what_to_install(
     prepared, small, tmp_path, monkeypatch, capsys
 ):

@@ -70,13 +70,14 @@ def test_a_writer_continues_after_its_full_shards_and_writes_the_same_bytes(tmp_
 
 
 def test_a_full_shard_that_became_shorter_is_refused(tmp_path):
-    writer = Writer(tmp_path, 9, 0, 3)
-    for _ in range(2):
+    writer = Writer(tmp_path, 9, 0, 6)
+    for _ in range(3):
         writer.add(pipeline.TokenizedDocument(np.array([1, 2])))
     records = [shard.record() for shard in writer.shards]
+    assert [record["documents"] for record in records] == [2]  # which fill it
     (tmp_path / "shard-00000.bin").write_bytes(b"")
     with pytest.raises(IntegrityError, match="shard-00000.bin"):
-        Writer(tmp_path, 9, 0, 3).restore(records)
+        Writer(tmp_path, 9, 0, 6).restore(records)
 
 
 # ---- a preparation

@@ -256,6 +256,9 @@ train --resume /nonexistent
 train --resume {text}
 train --resume {folder}
 train --eval_every -1
+train --eval_every 1 --evals retrieval --context_length 20
+train --eval_every 1 --evals loss,gian
+train --eval_every 1 --evals ,
 train --fit yes
 train --config /nonexistent.toml
 train --config {folder}
@@ -317,6 +320,7 @@ verify --dtype int8
 verify 5
 generate --tokenizer {other_tokenizer}
 generate --tokenizer {text}
+generate --checkpoint {hf} --tokenizer {other_tokenizer}
 generate --tokenizer /nonexistent
 generate --temperature nan
 generate --temperature 1e300
@@ -385,6 +389,9 @@ evaluate --lengths 64,x
 evaluate --lengths 999999999
 evaluate --tasks singel
 evaluate --items 0
+evaluate --attention_type nsa
+evaluate --blocks count=2
+evaluate --attention_type exact --blocks size=2
 evaluate --chunk -1
 evaluate --dtype int8
 evaluate --output {text}
@@ -445,6 +452,7 @@ prepare --vocab_size many
 prepare --tokenizer {other_tokenizer} --vocab_size 300
 prepare --tokenizer {other_tokenizer} --character_coverage 0.9
 prepare --output {text}/below
+prepare --output /proc/longhaul
 prepare --tokenizer {pickle}
 prepare --tokenizer {zipped_pickle}
 prepare --input {pipe}

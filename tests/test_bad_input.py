@@ -140,6 +140,22 @@ train --attention_type dense
 train --attention_type nsa --blocks window=0
 train --attention_type nsa --blocks window=many
 train --blocks windows=9
+train --attention_type nsa --blocks cmp_stride=12
+train --attention_type nsa --blocks cmp_kind=max
+train --attention_type exact --blocks count=0
+train --attention_type exact --blocks count=2
+train --attention_type exact --blocks page=8
+train --attention_type bounds --blocks page=24
+train --attention_type pooled --blocks stride=24
+train --attention_type pooled --blocks reduce=mean
+train --attention_type exact --context_parallel_size 2 --context_parallel_mode gather_kv
+train --attention_type indexed --blocks head_dim=7
+train --attention_type indexed --blocks budget=64
+train --attention_type indexed --compile
+train --attention_type indexed --attention_head_groups 2
+train --attention_type indexed --indexer_warmup 2
+train --attention_type indexed --indexer_warmup 1 --optimizer_in_backward --grad_clip 0
+train --attention_type indexed --context_parallel_size 2 --context_parallel_mode ulysses
 train --rope_theta nan
 train --rope_scaling ntk
 train --rope_scaling linear:0

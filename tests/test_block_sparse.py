@@ -222,50 +222,6 @@ def test_a_query_without_an_own_block_or_without_any_block_reads_none(attention)
     assert error(dk, wanted[3]) <= 1e-5 and error(dv, wanted[4]) <= 1e-5
 
 
-# ---- documents and parts
-
-
-@EVERY
-def test_packed_documents_equal_separate_ones_and_do_not_leak(attention, small_chunks):
-    lengths = (9, 1, 17, 3)
-    cu_seqlens = torch.tensor([0, 9, 10, 27, 30], dtype=torch.int32)
-    qkv, _, (do, dlse) = operands(B=2, T=30)
-    generator = torch.Generator().manual_seed(1)
-    choices = [choose(generator, 2, length, length, 2, 8, 5) for length in lengths]
-    chosen = torch.cat(choices, 1)
-    found = results(attention, qkv, chosen, (do, dlse), cu_seqlens=cu_seqlens)
-
-    split = [x.split(lengths, 1) for x in (*qkv, chosen, do, dlse)]
-    separate = [
-        results(attention, parts[:3], parts[3], parts[4:]) for parts in zip(*split, strict=True)
-    ]
-    for x, parts in zip(found, zip(*separate, strict=True), strict=True):
-        assert error(x, torch.cat(parts, 1).double()) <= 1e-6
-
-    # only the third document has an upstream gradient: that of all other keys is exactly 0
-    outside = torch.ones(30, dtype=torch.bool)
-    outside[10:27] = False
-    only = do.masked_fill(outside[:, None, None], 0), dlse.masked_fill(outside[:, None], 0)
-    _, _, *grads = results(attention, qkv, chosen, only, cu_seqlens=cu_seqlens)
-    assert all((x[:, outside] == 0).all() and (x[:, ~outside] != 0).any() for x in grads)
-
-
-def test_repeats_of_the_kernels_are_the_same_bits(small_chunks):
-    attention = by_triton(block_sparse_attention)
-    once, again = (results(attention, *operands(T=20, M=4)) for _ in range(2))
-    assert all(torch.equal(x, y) for x, y in zip(once, again, strict=True))
-
-
-def test_repeats_are_the_same_bits_whatever_the_threads(small_chunks):
-    qkv, chosen, upstream = operands(B=2, T=203, M=4, K=64, dtype=torch.bfloat16)
-    once = results(block_sparse_attention, qkv, chosen, upstream)
-    again = results(block_sparse_attention, qkv, chosen, upstream)
-    torch.set_num_threads(2)
-    threads = results(block_sparse_attention, qkv, chosen, upstream)
-    for x, y, z in zip(once, again, threads, strict=True):
-        assert torch.equal(x, y) and torch.equal(x, z)
-
-
 # ---- memory
 
 

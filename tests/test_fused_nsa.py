@@ -1,9 +1,5 @@
-"""longhaul/sparse/triton/nsa.py against the dense float64 oracle and longhaul/sparse/nsa/engine.py;
-test_nsa.py has what all implementations must show.
-
-The kernels run on a GPU if there is one. Otherwise Triton's interpreter runs them: in fp32 and
-fp16, because its bf16 products are wrong, on a few dozen tokens, and with tiles cut small, so that
-every loop takes several steps. Letters as in nsa_oracle.py.
+"""The Triton kernels of Native Sparse Attention: their parts, memory, launches, and what they take
+on a GPU. test_nsa.py compares them with float64, and says where they run.
 """
 
 import functools
@@ -25,22 +21,18 @@ from longhaul.sparse.decode import BlockCache
 from longhaul.sparse.nsa import engine
 from longhaul.sparse.selectors import Exact
 from model import NSAConfig
-from tests import test_nsa
 from tests.test_nsa import (
     DEVICE,
     NAMES,
     TINY,
-    TINY_SIZES,
     all_equal,
-    assert_selection,
     boundaries,
-    fused_attention,
+    compare,
     inputs,
     prepare_triton,
     relative,
     sizes_of,
 )
-from tests.tiers import few_fast, slow
 
 triton = pytest.importorskip(
     "triton",
@@ -77,72 +69,12 @@ def run(tensors, cfg=TINY, cu=None):
     return [x.detach().cpu() for x in parts], [x.cpu() for x in grads]
 
 
-# ---- against the oracle
-
-
-def compare(tensors, cfg=TINY):
-    """Outputs and all gradients against the oracle on the same inputs and the same chosen blocks,
-    and the choice against the oracle's importance.
-    """
-    dtype = tensors[0].dtype
-    _, chosen, truth_in = test_nsa.compare(fused_attention, tensors, cfg, *BOUNDS[dtype])
-    assert_selection(chosen, truth_in, cfg, 1e-5 if dtype == torch.float32 else 1e-4)
-
-
-@pytest.mark.parametrize("T", [1, 4, 17, *map(slow, (3, 16))])
-def test_every_branch_gradient_and_choice_matches_float64(T):
-    compare(make(T, G=1, M=4))
-
-
-@pytest.mark.parametrize("G, M", few_fast([(1, 3), (2, 2), (1, 8)], 4))
-def test_every_group_size_matches_float64(G, M):
-    compare(make(22, G=G, M=M))
-
-
-def test_a_head_dim_that_is_no_power_of_two_matches_float64():
-    compare(make(29, G=1, K=18))
-
-
-def test_fp16_is_within_its_rounding():
-    compare(make(29, G=1, M=1, dtype=torch.float16))
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    few_fast(
-        [
-            dict(cmp_block=4, cmp_stride=4),
-            dict(cmp_block=2, cmp_stride=1, sel_block=2, sel_count=8, window=50),
-            dict(cmp_stride=1, sel_init=0, sel_local=1, window=1),
-            dict(sel_block=6, sel_count=5, sel_init=2, sel_local=3),
-        ],
-        3,
-    ),
-)
-def test_other_block_sizes_match_float64(sizes):
-    cfg = NSAConfig(**(TINY_SIZES | sizes))
-    compare(make(47, G=1, cfg=cfg), cfg)
+# ---- tiles and chunks
 
 
 def test_the_tiles_of_a_gpu_match_float64(monkeypatch):
     monkeypatch.undo()
-    compare(make(45, G=1, M=4))
-
-
-@pytest.mark.slow
-def test_chunks_of_pairs_equal_one_chunk(monkeypatch):
-    tensors = make(19)
-    whole, whole_grads = run(tensors)
-
-    _, _, H, K = tensors[0].shape
-    M = H // tensors[1].shape[2]
-    numbers_of_a_query = TINY.sel_count * M * K
-    # 17 queries of a KV head at a time, and its last two
-    monkeypatch.setattr(blocks, "PARTIAL_RESULT_NUMBERS", numbers_of_a_query * 17)
-    parts, grads = run(tensors)
-    assert torch.equal(whole[3], parts[3])
-    for x, y in zip([*whole, *whole_grads], [*parts, *grads], strict=True):
-        assert torch.allclose(x, y, rtol=0, atol=5e-6)
+    compare("triton", make(45, G=1, M=4), TINY)
 
 
 # ---- the dense branches
@@ -193,20 +125,6 @@ def test_lines_attend_to_their_own_line_and_those_before_it(window, dtype):
         assert relative(got.cpu(), want) <= gradient_bound
 
 
-# ---- against the engine
-
-
-def test_equal_importance_keeps_the_lowest_blocks():
-    # 5 free places and 32 blocks: two tiles of blocks
-    cfg = NSAConfig(cmp_block=2, cmp_stride=1, sel_block=2, sel_count=8, window=8)
-    tensors = make(64, G=1, cfg=cfg)
-    with torch.no_grad():
-        tensors[0].zero_()
-    *_, got = engine.nsa_forward(*tensors, None, sizes_of(cfg), True)
-    *_, want = engine.nsa_forward(*tensors, None, sizes_of(cfg))
-    assert torch.equal(got.sort(-1).values, want.sort(-1).values)
-
-
 # ---- extreme inputs
 
 
@@ -238,22 +156,7 @@ def test_nan_inputs_reach_the_output_and_read_nothing_out_of_bounds():
     assert block_idx.max() <= 39 // TINY.sel_block
 
 
-# ---- the custom operators
-
-
-@pytest.mark.slow
-def test_opcheck_passes_for_forward_and_backward(monkeypatch):
-    monkeypatch.undo()  # opcheck calls torch.empty_like on tensors without data
-    documents = [5, 1]
-    cu = boundaries(documents)
-    tensors = make(6, G=1, M=1, documents=documents)
-    sizes = sizes_of(TINY)
-    torch.library.opcheck(engine.nsa_forward, (*tensors, cu, sizes, True))
-
-    plain = [x.detach() for x in tensors]
-    o, *saved = engine.nsa_forward(*plain, cu, sizes, True)
-    do = torch.ones_like(o)
-    torch.library.opcheck(engine.nsa_backward, (do, *plain, *saved, cu, sizes, True))
+# ---- memory
 
 
 class ZerosMade(TorchDispatchMode):
@@ -279,9 +182,6 @@ def test_results_without_a_gradient_cost_the_backward_no_zeros(nsa_attention):
     with ZerosMade() as made:
         o.sum().backward()
     assert tuple(o.shape) not in made.shapes
-
-
-# ---- memory
 
 
 def storages(tree):

@@ -184,30 +184,6 @@ def test_a_checkpoint_that_does_not_say_how_far_heads_turn_is_refused(tmp_path):
         resume.check_same_run(recorded, current, "it", ("", ""))
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        (dict(compile=True), "--compile True cannot serve indexed attention, .*: drop it"),
-        (dict(attention_head_groups=2), "groups share one index key: drop it"),
-        (dict(indexer_warmup=40), "not shorter than the run of --max_steps 40: give at most 39"),
-        *[
-            (dict(context_parallel_size=2, context_parallel_mode=mode), "context_parallel")
-            for mode in ("ulysses", "auto")
-        ],
-        (
-            dict(indexer_warmup=2, optimizer_in_backward=True, grad_clip=0.0),
-            "--indexer_warmup .* drop one",
-        ),
-        (dict(blocks=("head_dim=7",)), "given head_dim=7; allowed: an even head_dim"),
-        (dict(blocks=("budget=64",)), "--blocks 'budget=64'"),
-    ],
-    ids=str,
-)
-def test_what_is_not_built_is_refused_in_words(changes, words):
-    with pytest.raises(ValueError, match=words):
-        settings(**changes)
-
-
 def test_settings_without_effect_are_named_and_a_budget_of_the_row_is_warned_of():
     standard = settings(attention_type="standard", blocks=(), indexer_warmup=2)
     assert "indexer_warmup" in config_checks.ineffective_settings(standard)

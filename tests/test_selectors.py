@@ -27,7 +27,7 @@ from longhaul.sparse import choose
 from longhaul.sparse.choose import choose_blocks, choose_operator
 from longhaul.sparse.indexer import Indexed, own_losses
 from longhaul.sparse.selectors import Bounds, Exact, Mean, Pooled
-from model import Decoder, ModelConfig, NSAConfig, Standard, document_boundaries
+from model import Decoder, ModelConfig, NSAConfig, Standard
 from scripts import convert_qwen3
 from tests import runs
 from tests.ranks import run_ranks
@@ -224,10 +224,6 @@ def test_the_layer_is_dense_attention_under_the_mask_of_the_choice_with_its_grad
     wanted = torch.autograd.grad((truth * weight.double()).sum(), truth_inputs)
     for grad, want in zip(grads, wanted, strict=True):
         assert relative(grad, want) <= 1e-5
-    again = layer.attend_document(*inputs)
-    assert torch.equal(again, o)
-    for grad, once in zip(torch.autograd.grad((again * weight).sum(), inputs), grads, strict=True):
-        assert torch.equal(grad, once)
 
 
 @every_choice
@@ -239,25 +235,6 @@ def test_a_budget_of_the_row_is_standard_attention_and_a_smaller_one_is_not(size
     late = build(dataclasses.replace(sizes, dense_below=200))(x)
     assert (late - standard).abs().max() <= 1e-5 * standard.abs().max()
     assert relative(build(sizes)(x), standard.double()) > 1e-3
-
-
-@every_choice
-def test_packed_documents_equal_separate_ones_and_leak_nothing(sizes):
-    layer = build(sizes).layers[0].attention
-    inputs = [x.requires_grad_() for x in drawn(200, 200)]
-    if sizes is INDEXED:
-        generator = torch.Generator().manual_seed(1)
-        inputs += [torch.randn(2, 200, heads, 24, generator=generator) for heads in (2, 1)]
-    ids = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)).view(2, 200)
-    rows = layer.rows(document_boundaries(ids), (2, 200), "cpu")
-    o = rows.attend(layer, inputs, None)
-    documents = zip(*[x.flatten(0, 1)[None].split(LENGTHS, 1) for x in inputs], strict=True)
-    separate = torch.cat([layer.attend_document(*parts) for parts in documents], 1).view_as(o)
-    assert relative(o, separate.double()) <= 1e-6
-
-    last = o.flatten(0, 1)[-188:].square().sum()
-    for grad in torch.autograd.grad(last, inputs[:3]):
-        assert not grad.flatten(0, 1)[:-188].any() and grad.flatten(0, 1)[-188:].any()
 
 
 @pytest.mark.parametrize("sizes, make", WITH_WEIGHTS.values(), ids=WITH_WEIGHTS)
@@ -419,30 +396,6 @@ def test_flops_count_the_keys_read_and_the_scores():
     for name, cost in scored.items():
         wanted = [keys + (cost(t) if t >= 80 else 0) for t, keys in enumerate(read)]
         assert found(SELECTORS[name]) == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize(
-    "kind, blocks, words",
-    [
-        ("exact", "count=0", "count an integer >= 1"),
-        ("exact", "count=2", "count >= init + local"),
-        ("exact", "page=8", "'page=8': give name=value with a name of count, block"),
-        ("bounds", "page=24", "block a multiple of page"),
-        ("pooled", "stride=24", "kernel <= block"),
-        ("pooled", "reduce=mean", "max or logsumexp"),
-        ("standard", "count=8", "changes nothing of --attention_type standard"),
-        ("nsa", "count=8", "'count=8': give name=value with a name of cmp_block"),
-    ],
-)
-def test_a_wrong_size_is_one_line_that_names_the_flag(kind, blocks, words):
-    with pytest.raises(ValueError, match="--blocks") as caught:
-        TrainConfig(model_size="tiny", attention_type=kind, blocks=(blocks,))
-    assert words in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_context_parallelism_over_gathered_keys_is_refused():
-    with pytest.raises(ValueError, match="gather_kv cannot serve exact attention"):
-        planned_run("exact", context_parallel_size=2, context_parallel_mode="gather_kv")
 
 
 def test_the_settings_are_recorded_under_the_name_of_their_flag():

@@ -26,6 +26,7 @@ from tests.test_selectors import (
     relative,
     tokens,
 )
+from tests.tiers import slow
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "ARCHITECTURE.md"
 TINY = {"model_size": "tiny", "attention_type": "block_mean", "context_length": 2048}
@@ -168,8 +169,11 @@ def test_the_example_passes_every_check_of_verify_kind(kind):
     assert passed(kind) == ALL
 
 
-def test_native_sparse_attention_passes_every_check():
-    assert passed(NSAConfig(8, 4, 32, 4, window=32)) == ALL
+@pytest.mark.parametrize(
+    "settings", [NSAConfig(8, 4, 32, 4, window=32), slow(test_selectors.SELECTORS["pooled"])]
+)
+def test_kinds_of_longhaul_pass_every_check(settings):
+    assert passed(settings) == ALL
 
 
 def broken(kind, **methods):

@@ -209,6 +209,8 @@ train --mlp_tiles -1
 train --attention_head_groups 3
 train --attention_head_groups 0
 train --compile --mlp_tiles 2
+train --compile --attention_head_groups 2
+train --attention_head_groups 2 --gradient_checkpointing selective
 train --compile --no_compile
 train --master_weights none
 train --master_weights host --optimizer muon
@@ -225,6 +227,9 @@ train --max_skipped_steps -1
 train --skip_rows 5
 train --skip_rows 9:3
 train --skip_rows a:b
+train --skip_rows 5:5
+train --skip_rows 1:2:3
+train --skip_rows 1:
 train --save_every 0
 train --resume /nonexistent
 train --resume {text}
@@ -285,6 +290,8 @@ generate --top_k -1
 generate --top_p 0
 generate --top_p 2
 generate --max_new_tokens 0
+generate --device cuda:x
+generate --device CPU
 generate --max_new_tokens 100000000000
 generate --seed 100000000000000000000000
 generate --device gpu

@@ -11,6 +11,7 @@ from longhaul.memory.platforms import Bodies
 from longhaul.memory.workspace import Workspaces
 from longhaul.sparse import block_sparse_attention, engine
 from longhaul.sparse.plain import plain_block_sparse_attention
+from tests.oracle import attend
 
 BOTH = pytest.mark.parametrize(
     "attention", [plain_block_sparse_attention, block_sparse_attention], ids=["plain", "engine"]
@@ -41,34 +42,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 CPU = torch.device("cpu")
 
 
-# ---- the oracle: one document of one row
-
-
-def reads(chosen_TGn, S, block):
-    """[T,G,S]: which keys the last T of S queries read."""
-    T, G, _ = chosen_TGn.shape
-    read_TGS = torch.zeros(T, G, S, dtype=torch.bool)
-    for t in range(T):
-        for g in range(G):
-            for j in chosen_TGn[t, g].tolist():
-                if j >= 0:
-                    read_TGS[t, g, j * block : (j + 1) * block] = True
-        read_TGS[t, :, S - T + t + 1 :] = False
-    return read_TGS
+# ---- the oracle
 
 
 def oracle(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, block):
     """(o, lse) of rows that are one document each; every query reads a key."""
+    T, S = q_BTHK.shape[1], k_BSGK.shape[1]
     M = q_BTHK.shape[2] // k_BSGK.shape[2]
-    results = []
-    for q_THK, k_SGK, v_SGK, chosen_TGn in zip(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn):
-        read_THS = reads(chosen_TGn, len(k_SGK), block).repeat_interleave(M, 1)
-        k_SHK, v_SHK = (x.repeat_interleave(M, 1) for x in (k_SGK, v_SGK))
-        logits_THS = torch.einsum("thk,shk->ths", q_THK, k_SHK) / q_THK.shape[-1] ** 0.5
-        logits_THS = logits_THS.masked_fill(~read_THS, -torch.inf)
-        o_THK = torch.einsum("ths,shk->thk", logits_THS.softmax(-1), v_SHK)
-        results.append((o_THK, logits_THS.logsumexp(-1)))
-    return tuple(torch.stack(part) for part in zip(*results))
+    key_S = torch.arange(S)
+    chosen_BTGS = (chosen_BTGn[..., None] == key_S // block).any(3)
+    visible_BTGS = chosen_BTGS & (key_S <= torch.arange(S - T, S)[:, None, None])
+    visible_BHTS = visible_BTGS.transpose(1, 2).repeat_interleave(M, 1)
+    o_BTHK, lse_BHT, _ = attend(q_BTHK, k_BSGK, v_BSGK, visible_BHTS)
+    return o_BTHK, lse_BHT.transpose(1, 2)
 
 
 # ---- inputs

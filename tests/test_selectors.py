@@ -21,7 +21,6 @@ from longhaul.kinds import KINDS, recorded
 from longhaul.memory import plan as planner
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
-from longhaul.memory.verify_kind import verify_kind
 from longhaul.memory.workspace import Workspaces
 from longhaul.sparse import choose
 from longhaul.sparse.choose import choose_blocks, choose_operator
@@ -329,12 +328,6 @@ def test_ranks_that_share_rows_give_the_loss_and_gradient_of_one(ranks):
 
 
 # ---- what the trainer asks
-
-
-@pytest.mark.slow
-def test_it_passes_every_check_of_verify_kind():
-    checks = verify_kind(SELECTORS["pooled"])
-    assert [name for name, passed, _ in checks if not passed] == []
 
 
 def planned_run(kind: str, **changes) -> TrainConfig:

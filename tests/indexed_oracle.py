@@ -19,11 +19,13 @@ def scores(q_BTGE, k_BT1E, block: int) -> torch.Tensor:
     return torch.stack([part.max(-1).values for part in logits.split(block, dim=-1)], -1)
 
 
-def choose(scores_BTGN: torch.Tensor, sizes) -> torch.Tensor:
-    """bool [B, T, G, N]: forced blocks, and the best others, the lower index on a tie."""
+def choose(scores_BTGN: torch.Tensor, sizes, first: int = 0) -> torch.Tensor:
+    """bool [B, T, G, N]: forced blocks, and the best others, the lower index on a tie; of queries
+    from the position `first` on.
+    """
     reads = torch.zeros_like(scores_BTGN, dtype=torch.bool)
     for b, t, g in torch.cartesian_prod(*map(torch.arange, scores_BTGN.shape[:3])).tolist():
-        own = t // sizes.block
+        own = (first + t) // sizes.block
         forced = set(range(min(sizes.init, own + 1)))
         forced |= set(range(max(0, own + 1 - sizes.local), own + 1))
         found = scores_BTGN[b, t, g].tolist()

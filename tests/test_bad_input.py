@@ -150,6 +150,9 @@ train --attention_type pooled --blocks stride=24
 train --attention_type pooled --blocks reduce=mean
 train --attention_type exact --context_parallel_size 2 --context_parallel_mode gather_kv
 train --attention_type indexed --blocks head_dim=7
+train --attention_type indexed --blocks head_dim=12
+train --attention_type indexed --blocks partial_rotary_factor=0.75
+train --attention_type indexed --blocks partial_rotary_factor=1.5
 train --attention_type indexed --blocks budget=64
 train --attention_type indexed --compile
 train --attention_type indexed --attention_head_groups 2

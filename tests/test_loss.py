@@ -276,27 +276,6 @@ def test_the_labels_logit_stays_in_fp32_so_a_tokens_loss_is_better_than_the_stan
     assert error < 0.1 * off_by(standard, exact)
 
 
-def test_bf16_errors_do_not_grow_with_the_number_of_tiles_but_those_of_a_naive_loop_do():
-    h, w, y = inputs(1024, 64, 1000, torch.bfloat16)
-    want = truth(h, w, y)
-    exact = dense(h.double(), w.double(), y, reduction="none")
-
-    loss_errors = []
-    dh_errors = []
-    dw_errors = []
-    for token_tile, vocab_tile in ((1024, 1000), (16, 1000), (16, 20)):
-        tiles = dict(token_tile=token_tile, vocab_tile=vocab_tile)
-        _, dh, dw = chunked(h, w, y, **tiles)
-        loss_errors.append(off_by(token_losses(h, w, y, **tiles), exact))
-        dh_errors.append(rel(dh, want[1]))
-        dw_errors.append(rel(dw, want[2]))
-
-    for errors in (loss_errors, dh_errors, dw_errors):
-        assert max(errors) < 1.01 * min(errors)
-    naive = gradients(functools.partial(naive_loop, chunk=16), h, w, y)
-    assert rel(naive[2], want[2]) > 3 * dw_errors[0]
-
-
 @EVERY_LOSS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_hidden_with_fp32_master_weight_returns_fp32_gradients(dtype, loss):

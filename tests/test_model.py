@@ -120,35 +120,61 @@ def assert_equal_runs(got, truth, tolerance: float):
 # ------------------------------------------------------------------------------- against the oracle
 
 
+SEGMENTS = [[5, 1, 11], [9, 8], [17]]  # lengths of the documents of three rows of 17
+
+
+def packed(continued: bool = False):
+    """doc_ids [3, 17] and the (row, start, end) of each document; `continued`: an id runs over the
+    end of a row.
+    """
+    ids = []
+    documents = []
+    current = 0
+    for row, lengths in enumerate(SEGMENTS):
+        if not (continued and row):
+            current += 1
+        start, line = 0, []
+        for length in lengths:
+            line += [current] * length
+            documents.append((row, start, start + length))
+            start, current = start + length, current + 1
+        current -= 1
+        ids.append(line)
+    return torch.tensor(ids), documents
+
+
+def whole(rows: int, length: int):
+    """No doc_ids, and a document for each row."""
+    return None, [(row, 0, length) for row in range(rows)]
+
+
+def heads(kv_heads: int, tied: bool, loss: str) -> dict:
+    return dict(num_heads=8, num_kv_heads=kv_heads, tie_embeddings=tied, loss=loss)
+
+
 @MAKES
 @pytest.mark.parametrize(
-    "kv_heads, tied, loss",
+    "documents, changes",
     [
-        (8, True, "standard"),
-        (4, False, "standard"),
-        (2, True, "chunked"),
-        (1, False, "chunked"),
-        (4, True, "one_pass"),
-        (2, False, "one_pass"),
+        (whole(2, 17), heads(8, True, "standard")),
+        (whole(2, 17), heads(4, False, "standard")),
+        (whole(2, 17), heads(2, True, "chunked")),
+        (whole(2, 17), heads(1, False, "chunked")),
+        (whole(2, 17), heads(4, True, "one_pass")),
+        (whole(2, 17), heads(2, False, "one_pass")),
+        *[(whole(1, length), {}) for length in (1, 2, 3, 257)],
+        (packed(), dict(loss="standard")),
+        (packed(), dict(loss="chunked")),
+        (packed(continued=True), dict(loss="one_pass")),
     ],
 )
-def test_logits_loss_and_every_gradient_equal_the_oracle_for_each_grouping_of_heads(
-    kv_heads, tied, loss, make
-):
-    heads = dict(num_heads=8, num_kv_heads=kv_heads)
-    decoder = build(dtype="float64", make=make, **heads, tie_embeddings=tied, loss=loss)
-    tokens, labels = some_tokens(2, 17), some_labels(2, 17)
-    truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels)
-    assert_equal_runs(decoder_run(decoder, tokens, labels), truth, 1e-10)
-
-
-@MAKES
-@pytest.mark.parametrize("length", [1, 2, 3, 257])
-def test_odd_lengths_equal_the_oracle(length, make):
-    decoder = build(dtype="float64", make=make)
-    tokens, labels = some_tokens(1, length), some_labels(1, length)
-    truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels)
-    assert_equal_runs(decoder_run(decoder, tokens, labels), truth, 1e-10)
+def test_logits_loss_and_every_gradient_equal_the_oracle(documents, changes, make):
+    decoder = build(dtype="float64", make=make, **changes)
+    doc_ids, spans = documents
+    shape = spans[-1][0] + 1, spans[-1][2]
+    tokens, labels = some_tokens(*shape), some_labels(*shape)
+    truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels, spans)
+    assert_equal_runs(decoder_run(decoder, tokens, labels, doc_ids=doc_ids), truth, 1e-10)
 
 
 def test_fp32_is_within_rounding_of_the_truth():
@@ -213,39 +239,6 @@ def test_own_functions_keep_the_low_precision_of_their_input_and_the_dtype_of_th
 
 
 # ---------------------------------------------------------------------------------------- documents
-
-SEGMENTS = [[5, 1, 11], [9, 8], [17]]  # lengths of the documents of three rows of 17
-
-
-def packed(continued: bool = False):
-    """doc_ids [3, 17] and the (row, start, end) of each document; `continued`: an id runs over the
-    end of a row.
-    """
-    ids = []
-    documents = []
-    current = 0
-    for row, lengths in enumerate(SEGMENTS):
-        if not (continued and row):
-            current += 1
-        start, line = 0, []
-        for length in lengths:
-            line += [current] * length
-            documents.append((row, start, start + length))
-            start, current = start + length, current + 1
-        current -= 1
-        ids.append(line)
-    return torch.tensor(ids), documents
-
-
-@pytest.mark.parametrize("continued", [False, True])
-@pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
-@MAKES
-def test_packed_documents_equal_separate_ones_in_logits_and_gradients(continued, loss, make):
-    decoder = build(dtype="float64", make=make, loss=loss)
-    doc_ids, documents = packed(continued)
-    tokens, labels = some_tokens(3, 17), some_labels(3, 17)
-    truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels, documents)
-    assert_equal_runs(decoder_run(decoder, tokens, labels, doc_ids=doc_ids), truth, 1e-10)
 
 
 def test_document_ids_on_the_host_stay_there_when_fsdp_moves_the_inputs():

@@ -28,7 +28,7 @@ from longhaul.sparse.indexer import Indexed, own_losses
 from longhaul.sparse.selectors import Bounds, Exact, Mean, Pooled
 from model import Decoder, ModelConfig, NSAConfig, Standard
 from scripts import convert_qwen3
-from tests import runs
+from tests import indexed_oracle, runs
 from tests.ranks import run_ranks
 from tests.test_block_sparse import oracle as block_oracle
 from tests.tiers import slow
@@ -135,33 +135,30 @@ def true_scores(sizes, q_TMK: torch.Tensor, k_SK: torch.Tensor, t: int) -> torch
     return torch.stack(found)
 
 
-def forced(sizes, own: int) -> set[int]:
-    return set(range(min(sizes.init, own + 1))) | set(range(max(0, own - sizes.local + 1), own + 1))
-
-
 def assert_chosen(sizes, q: torch.Tensor, k: torch.Tensor, chosen: torch.Tensor, ties: float):
     """The forced blocks and the best others. `ties`: how near in score two blocks may be that
     change places; 0: never, and of equal ones the lower index is read.
     """
-    T = q.shape[1]
-    S, G = k.shape[1:3]
-    for b in range(2):
-        for g in range(G):
-            q_TMK = q[b].unflatten(1, (G, -1))[:, g]
-            for t in range(S - T, S):
-                own = t // sizes.block
-                read = [block for block in chosen[b, t - S + T, g].tolist() if block >= 0]
-                assert len(set(read)) == len(read) == min(sizes.count, own + 1)
-                assert forced(sizes, own) <= set(read) <= set(range(own + 1))
-                if len(read) == own + 1:
-                    continue
-                scores_N = true_scores(sizes, q_TMK, k[b, :, g], t)
-                free = sorted(set(range(own)) - forced(sizes, own))
-                ranked = sorted(free, key=lambda block: (-scores_N[block], block))
-                best = set(ranked[: sizes.count - len(forced(sizes, own))])
-                wrong = best ^ (set(read) - forced(sizes, own))
-                span = (scores_N[list(wrong)].amax() - scores_N[list(wrong)].amin()) if wrong else 0
-                assert not wrong or (ties and span <= ties * scores_N.abs().max()), (b, g, t)
+    T, S = q.shape[1], k.shape[1]
+    scores = torch.full((*chosen.shape[:3], -(-S // sizes.block)), -torch.inf).double()
+    for b, t, g in torch.cartesian_prod(*map(torch.arange, chosen.shape[:3])).tolist():
+        if S - T + t < sizes.count * sizes.block:  # it reads every block
+            continue
+        q_TMK = q[b].unflatten(1, (k.shape[2], -1))[:, g]
+        found = true_scores(sizes, q_TMK, k[b, :, g], S - T + t)
+        scores[b, t, g, : len(found)] = found
+    best = indexed_oracle.choose(scores, sizes, S - T)
+    no_others = dataclasses.replace(sizes, count=sizes.init + sizes.local)
+    forced = indexed_oracle.choose(scores, no_others, S - T)
+    read = torch.zeros_like(best).int()
+    read.scatter_add_(-1, chosen.long().clamp(min=0), (chosen >= 0).int())
+    assert read.max() == 1 and torch.equal(read.sum(-1), best.sum(-1).int())
+
+    wrong = best ^ (read == 1)
+    assert not (wrong & forced).any() and (ties or not wrong.any())
+    largest = scores.masked_fill(~wrong, -torch.inf).amax(-1)
+    least = scores.masked_fill(~wrong, torch.inf).amin(-1)
+    assert (largest - least <= ties * scores[scores.isfinite()].abs().max()).all()
 
 
 @every_selector
@@ -427,7 +424,8 @@ def test_the_example_of_the_document_chooses_decodes_and_is_a_value_of_the_flag(
 # ---- a Qwen3 folder
 
 
-@pytest.mark.parametrize("name", ["exact", slow("pooled")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["exact", "pooled"])
 def test_a_qwen3_folder_generates_evaluates_trains_and_is_exported(name, tmp_path, capsys):
     sizes = SELECTORS[name]
     data = runs.dataset(tmp_path / "data")

@@ -26,7 +26,6 @@ from tests.test_selectors import (
     relative,
     tokens,
 )
-from tests.tiers import slow
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "ARCHITECTURE.md"
 TINY = {"model_size": "tiny", "attention_type": "block_mean", "context_length": 2048}
@@ -169,8 +168,9 @@ def test_the_example_passes_every_check_of_verify_kind(kind):
     assert passed(kind) == ALL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [NSAConfig(8, 4, 32, 4, window=32), slow(test_selectors.SELECTORS["pooled"])]
+    "settings", [NSAConfig(8, 4, 32, 4, window=32), test_selectors.SELECTORS["pooled"]]
 )
 def test_kinds_of_longhaul_pass_every_check(settings):
     assert passed(settings) == ALL
@@ -201,6 +201,7 @@ def test_a_kind_that_reads_the_future_fails_that_check(kind):
     assert passed(wrong) == ALL | dict(future=False, cache=False)
 
 
+@pytest.mark.slow
 def test_a_kind_whose_documents_see_each_other_fails_that_check(kind):
     def packed(layer, inputs, rope, documents):
         return layer.attend_document(*inputs)

@@ -1,6 +1,7 @@
 """The engine of block-sparse attention and its plain version against a dense float64 oracle."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from longhaul.memory.workspace import Workspaces
 from longhaul.sparse import block_sparse_attention, engine
 from longhaul.sparse.plain import plain_block_sparse_attention
 from tests.oracle import attend
+from tests.tiers import slow
 
 BOTH = pytest.mark.parametrize(
     "attention", [plain_block_sparse_attention, block_sparse_attention], ids=["plain", "engine"]
@@ -32,11 +34,12 @@ def by_triton(function):
     return run
 
 
-EVERY = pytest.mark.parametrize(
-    "attention",
-    [plain_block_sparse_attention, block_sparse_attention, by_triton(block_sparse_attention)],
-    ids=["plain", "engine", "triton"],
-)
+ATTENTIONS = [
+    plain_block_sparse_attention,
+    block_sparse_attention,
+    by_triton(block_sparse_attention),
+]
+EVERY = pytest.mark.parametrize("attention", ATTENTIONS, ids=["plain", "engine", "triton"])
 # NumPy, which interprets the kernels, warns of infinities that they expect.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 CPU = torch.device("cpu")
@@ -116,18 +119,21 @@ def small_chunks(monkeypatch):
 # ---- exactness
 
 
-@EVERY
+SIZES = [
+    dict(B=2, T=27),
+    dict(T=21, S=76, M=4),
+    dict(T=3, S=76, block=64, n=2),
+    dict(T=130, G=1, M=4, block=64, n=2, K=80),
+]
+MORE_SIZES = [dict(T=64, M=1), dict(T=1, S=76, M=8), dict(T=1), dict(T=40, n=1)]
+
+
 @pytest.mark.parametrize(
-    "sizes",
+    "attention, sizes",
     [
-        dict(B=2, T=27),
-        dict(T=64, M=1),
-        dict(T=21, S=76, M=4),
-        dict(T=1, S=76, M=8),
-        dict(T=3, S=76, block=64, n=2),
-        dict(T=1),
-        dict(T=130, G=1, M=4, block=64, n=2, K=80),
-        dict(T=40, n=1),
+        *itertools.product(ATTENTIONS, SIZES),
+        *itertools.product(ATTENTIONS[:2], MORE_SIZES),
+        *[slow(ATTENTIONS[2], sizes) for sizes in MORE_SIZES],
     ],
     ids=str,
 )
@@ -144,7 +150,7 @@ def test_results_and_gradients_are_those_of_the_oracle(attention, sizes, small_c
             assert error(x, y) <= 1e-12
 
 
-@EVERY
+@pytest.mark.parametrize("attention", [*ATTENTIONS[:2], slow(ATTENTIONS[2])])
 def test_each_result_alone_has_its_own_gradients(attention):
     qkv, chosen, (do, dlse) = operands(T=27)
     zeros = (torch.zeros_like(do), torch.zeros_like(dlse))

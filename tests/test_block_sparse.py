@@ -170,6 +170,7 @@ class Fp32Products(Platform):
         return torch.float32
 
 
+@pytest.mark.usefixtures("products_in_their_dtype")
 @pytest.mark.parametrize(
     "dtype, K, machine, T",
     [

@@ -229,6 +229,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.usefixtures("products_in_their_dtype")
 @pytest.mark.parametrize(
     "name, T, cfg, settings",
     [

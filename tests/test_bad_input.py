@@ -180,6 +180,25 @@ train --attention_type dense
 train --attention_type nsa --blocks window=0
 train --attention_type nsa --blocks window=many
 train --blocks windows=9
+train --attention_type nsa --blocks cmp_stride=12
+train --attention_type nsa --blocks cmp_kind=max
+train --attention_type exact --blocks count=0
+train --attention_type exact --blocks count=2
+train --attention_type exact --blocks page=8
+train --attention_type bounds --blocks page=24
+train --attention_type pooled --blocks stride=24
+train --attention_type pooled --blocks reduce=mean
+train --attention_type exact --context_parallel_size 2 --context_parallel_mode gather_kv
+train --attention_type indexed --blocks head_dim=7
+train --attention_type indexed --blocks head_dim=12
+train --attention_type indexed --blocks partial_rotary_factor=0.75
+train --attention_type indexed --blocks partial_rotary_factor=1.5
+train --attention_type indexed --blocks budget=64
+train --attention_type indexed --compile
+train --attention_type indexed --attention_head_groups 2
+train --attention_type indexed --indexer_warmup 2
+train --attention_type indexed --indexer_warmup 1 --optimizer_in_backward --grad_clip 0
+train --attention_type indexed --context_parallel_size 2 --context_parallel_mode ulysses
 train --rope_theta nan
 train --rope_scaling ntk
 train --rope_scaling linear:0
@@ -233,6 +252,8 @@ train --mlp_tiles -1
 train --attention_head_groups 3
 train --attention_head_groups 0
 train --compile --mlp_tiles 2
+train --compile --attention_head_groups 2
+train --attention_head_groups 2 --gradient_checkpointing selective
 train --compile --no_compile
 train --master_weights none
 train --master_weights host --optimizer muon
@@ -251,6 +272,9 @@ train --max_skipped_steps -1
 train --skip_rows 5
 train --skip_rows 9:3
 train --skip_rows a:b
+train --skip_rows 5:5
+train --skip_rows 1:2:3
+train --skip_rows 1:
 train --save_every 0
 train --resume /nonexistent
 train --resume {text}
@@ -329,6 +353,8 @@ generate --top_k -1
 generate --top_p 0
 generate --top_p 2
 generate --max_new_tokens 0
+generate --device cuda:x
+generate --device CPU
 generate --max_new_tokens 100000000000
 generate --seed 100000000000000000000000
 generate --device gpu

@@ -23,15 +23,16 @@ from footprint.device import HALF_SINCE, Demand
 from footprint.snapshot import write_snapshot
 from footprint.tables import heading
 from footprint.trace import Trace
+from lab.analysis import memory as analysis
 from lab.analysis.config import Measures
+from lab.analysis.memory import Analysed
 from lab.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul import cli, dist
 from longhaul.checkpoint import start
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
-from longhaul.memory import advise, analysis, door, reconcile, report, reserve
+from longhaul.memory import advise, door, reconcile, report, reserve
 from longhaul.memory import solve as solver
-from longhaul.memory.analysis import Analysed
 from longhaul.memory.deep import profile
 from longhaul.memory.needs import largest
 from longhaul.memory.plan import host_available_bytes, on_ranks
@@ -405,10 +406,11 @@ def give_advice(cfg: ProfileConfig) -> int:
             "world_size to find the ranks that fit"
         )
     if isinstance(cfg, ProfileAnalysis):
-        asked = cfg.analysed()
+        asked, task = cfg.analysed(), analysis.TASK
     else:
-        asked = on_ranks(cfg.training(), cfg.gpus or 1, cfg.target)
-    found = advise.advise(cfg.task, asked, cfg.card(), host_available_bytes() / GIB, say)
+        asked, task = on_ranks(cfg.training(), cfg.gpus or 1, cfg.target), advise.RUN
+    host_gib = host_available_bytes() / GIB
+    found = advise.advise(cfg.task, asked, cfg.card(), host_gib, say, task)
 
     if cfg.json:
         door.write_json(cfg.json, found.as_json)

@@ -17,7 +17,7 @@ import numpy as np
 
 from base import durable
 from data.writer import choose_validation, write_dataset
-from lab.posttrain import demo, grade_demo, reviews, reward
+from lab.posttrain import demo, grade_demo, memory, reviews, reward
 from lab.posttrain.config import GradeConfig, with_sources
 from lab.posttrain.grade import METHODS
 from lab.posttrain.grade_demo import Score
@@ -25,7 +25,6 @@ from lab.posttrain.policies import GradeSource, judged_prompts
 from longhaul import cli, dist, qwen3, step
 from longhaul.checkpoint import load
 from longhaul.config import TrainConfig
-from longhaul.memory import posttrain
 from longhaul.run import training
 
 SCORE = "test.json"  # in a run's folder: what the demo measured at its end
@@ -56,7 +55,7 @@ MADE = {"init_from": "base", "reward_checkpoint": "reward", "data": "prompts"}
 def main(args: list[str] | None = None):
     """The command line; ends as longhaul/exits.py says."""
     words = list(sys.argv[1:] if args is None else args)
-    if posttrain.asked(words, posttrain.grade_table):
+    if memory.asked(words, memory.grade_table):
         return
     added = demo.prepared(GradeConfig, words, DEMO, MADE, make_demo, check_demo)
     settings = added | cli.given(GradeConfig, words)

@@ -11,10 +11,9 @@ import sys
 from pathlib import Path
 
 from data import sums
-from lab.posttrain import demo
+from lab.posttrain import demo, memory
 from lab.posttrain.config import IntuitorConfig, with_sources
 from lab.posttrain.policies import IntuitorSource, prompts_in_order
-from longhaul.memory import posttrain
 from longhaul.run import training
 
 PROGRAM = training.Program(
@@ -58,7 +57,7 @@ MADE = {"init_from": "base", "data": "asked"}
 def main(args: list[str] | None = None):
     """The command line; ends as longhaul/exits.py says."""
     words = list(sys.argv[1:] if args is None else args)
-    if posttrain.asked(words, posttrain.memory_table):
+    if memory.asked(words, memory.memory_table):
         return
     added = demo.prepared(IntuitorConfig, words, DEMO, MADE, make_demo)
     training.main(PROGRAM, words, lambda typed: with_sources(added | typed))

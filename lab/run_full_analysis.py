@@ -18,6 +18,7 @@ import torch
 from base.flags import line_and_code
 from data.dataset import Dataset
 from data.progress import duration
+from lab.analysis import memory as planner
 from lab.analysis import report
 from lab.analysis.config import AnalysisConfig
 from lab.analysis.parts import REPORT, RESULT, Parts
@@ -26,7 +27,6 @@ from lab.analysis.samples import Samples
 from longhaul import cli
 from longhaul.checkpoint import start
 from longhaul.dist import World, named_device
-from longhaul.memory import analysis as planner
 from longhaul.memory.plan import available_gib
 from model import Decoder, ModelConfig
 from scripts.evaluate import Opened, check_data, note_if_beyond, open_data, print_folded

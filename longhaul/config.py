@@ -52,6 +52,9 @@ class TrainConfig:
 
     PROGRAM: ClassVar[str] = "train.py"  # what is run with these settings
     TASK: ClassVar[str] = "train"  # what --task of profile_memory.py calls that
+    # MODULE:CLASS of what the planner runs; named, because the planner is above the settings
+    REHEARSAL: ClassVar[str] = "longhaul.memory.rehearsal:Rehearsal"
+    SAMPLES: ClassVar[bool] = False  # whether a step begins with text that the model writes
     DTYPES: ClassVar[dict[str, str]] = DTYPE_SPELLINGS  # spelling of --dtype -> the one that counts
     UNTIMED: ClassVar[str] = ""  # what the predicted time of a step leaves out
 
@@ -529,6 +532,15 @@ class TrainConfig:
     def row_tokens(self) -> int:
         """Tokens of the longest row of a micro-batch."""
         return self.context_length
+
+    @property
+    def frozen_models(self) -> int:
+        """Models of this shape that a step only reads."""
+        return 0
+
+    def kinds(self) -> "list[TrainConfig]":
+        """The settings of each kind of step, if one run has several of different size."""
+        return [self]
 
     @property
     def context_ranks(self) -> int:

@@ -17,7 +17,7 @@ from longhaul.flops import keys_read, train_flops
 from longhaul.kinds import KINDS, Kind
 from longhaul.memory.verify_kind import verify_kind
 from model import Attention, ModelConfig, NSAConfig
-from tests import oracle, runs, test_selectors
+from tests import kit, oracle, test_selectors
 from tests.ranks import run_ranks
 from tests.test_selectors import (
     SHAPE,
@@ -139,10 +139,10 @@ def test_two_ranks_that_share_rows_give_the_loss_and_gradient_of_one(kind):
 
 
 def test_a_run_warns_of_a_kind_that_is_not_verified_and_records_its_settings(tmp_path, capsys):
-    data = runs.dataset(tmp_path / "data")
+    data = kit.dataset(tmp_path / "data")
     for name in ("block_mean", "standard"):
         flags = ["--attention_type", name, "--max_steps", "1"]
-        train.main(runs.last_given(runs.arguments(data, tmp_path / name, *flags)))
+        train.main(kit.arguments(data, tmp_path / name, *flags))
         said = [line for line in capsys.readouterr().out.splitlines() if "verify_kind" in line]
         assert len(said) == (name == "block_mean") and all(name in line for line in said)
 

@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
+from lab.analysis.memory import PeakTracker
 from longhaul import step
 from longhaul.checkpoint import load, resume, save
 from longhaul.checkpoint.format import CheckpointError, checksum, named_shards
 from longhaul.checkpoint.load import load_model, verified
 from longhaul.config import TrainConfig
-from longhaul.memory.analysis import PeakTracker
 
 CFG = TrainConfig(
     model_size="tiny",

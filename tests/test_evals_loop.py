@@ -28,7 +28,7 @@ from longhaul.evals.heatmap import PIXELS
 from longhaul.evals.measures import Asked, Measures
 from longhaul.evals.score import Item, ModelScorer, Scores
 from model import IGNORE
-from tests import runs
+from tests import kit
 from tests.ranks import run_ranks
 from tests.test_context import SPARSE
 from tests.test_evals_score import SMALL, built
@@ -264,7 +264,7 @@ def test_flags_of_evaluations_that_are_off_are_left_alone():
 
 def arguments(dataset, out, *more: str) -> list[str]:
     flags = ["--context_length", str(CONTEXT), "--schedule", "constant", "--eval_rows", "3", *more]
-    return runs.last_given(runs.arguments(dataset.path, out, *flags))
+    return kit.arguments(dataset.path, out, *flags)
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +284,7 @@ def records(out) -> list[dict]:
 def test_an_evaluation_changes_no_bit_of_training(evaluated, dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "cores", lambda: 1)
     train.main(arguments(dataset, tmp_path / "run", "--max_steps", "4", "--eval_every", "0"))
-    assert runs.same_end(tmp_path / "run", evaluated)
+    assert kit.same_end(tmp_path / "run", evaluated)
     assert not (tmp_path / "run" / "eval.jsonl").exists()
 
 
@@ -341,7 +341,7 @@ def test_a_resumed_run_drops_evaluations_after_its_checkpoint(
         file.write('{"step": 3, "loss": {}}\n{"step": 4, "lo')
     train.main(arguments(dataset, out, *flags, "4"))
     assert [record["step"] for record in records(out)] == [1, 2, 3, 4]
-    assert runs.same_end(out, evaluated)
+    assert kit.same_end(out, evaluated)
 
 
 def test_a_stage_is_evaluated_at_its_own_context_and_base(dataset, tmp_path, capsys):
@@ -466,5 +466,5 @@ def test_a_run_that_is_ended_in_an_evaluation_resumes_to_the_same_bits(
     assert max(path.name for path in out.glob("step-*")) == "step-00000002"
 
     train.main(words)
-    assert runs.same_end(out, evaluated)
+    assert kit.same_end(out, evaluated)
     assert [record["step"] for record in records(out)] == [4]

@@ -116,7 +116,7 @@ def test_proposals_leave_out_what_other_settings_exclude(changes, ranks):
 def test_solve_and_advise_climb_the_ladder_of_fit():
     of_fit = [lever.name for lever in fit.LEVERS]
     assert [lever.name for lever in solve.LEVERS] == of_fit
-    levers = list(advise.ladder(plan.on_ranks(CFG), card("H100")))
+    levers = list(advise.changes_of_run(plan.on_ranks(CFG), card("H100")))
     first, *others = of_fit
     batches = ["micro-batches of 2", "micro-batches of 1"]
     assert [lever.name for lever in levers] == [first, *batches, *others, "the CPU"]

@@ -16,8 +16,8 @@ import pytest
 import train
 from longhaul import cli, dist
 from longhaul.config import TrainConfig
+from tests.kit import dataset
 from tests.ranks import free_port, run_program
-from tests.runs import dataset
 
 ROOT = Path(__file__).parent.parent
 FLAGS = shlex.split(

@@ -12,7 +12,7 @@ import pytest
 
 from base import installed
 from longhaul import exits
-from tests import runs
+from tests import kit
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
@@ -49,8 +49,8 @@ def test_the_report_of_torchrun_repeats_the_remedy_of_a_typo():
 
 @pytest.mark.slow
 def test_after_ctrl_c_under_torchrun_a_line_says_what_was_saved(tmp_path):
-    source, out = runs.dataset(tmp_path / "data"), tmp_path / "run"
-    flags = runs.arguments(source, out, "--max_steps", "1000000", "--schedule", "constant")
+    source, out = kit.dataset(tmp_path / "data"), tmp_path / "run"
+    flags = kit.arguments(source, out, "--max_steps", "1000000", "--schedule", "constant")
     process = subprocess.Popen(
         [*TORCHRUN, "train.py", *flags],
         cwd=ROOT,
@@ -60,7 +60,7 @@ def test_after_ctrl_c_under_torchrun_a_line_says_what_was_saved(tmp_path):
         text=True,
         start_new_session=True,
     )
-    runs.wait_for(lambda: runs.steps_logged(out) > 3)
+    kit.wait_for(lambda: kit.steps_logged(out) > 3)
     os.killpg(process.pid, signal.SIGINT)
     printed = process.communicate(timeout=300)[1]
     assert process.returncode != 0
@@ -97,8 +97,8 @@ def test_a_screen_whose_reader_has_gone_drops_what_is_written(monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_whose_output_nobody_reads_any_more_is_saved_all_the_same(tmp_path):
-    source, out = runs.dataset(tmp_path / "data"), tmp_path / "run"
-    flags = runs.arguments(source, out, "--max_steps", "1000000", "--schedule", "constant")
+    source, out = kit.dataset(tmp_path / "data"), tmp_path / "run"
+    flags = kit.arguments(source, out, "--max_steps", "1000000", "--schedule", "constant")
     process = subprocess.Popen(
         [*TORCHRUN, "train.py", *flags],
         cwd=ROOT,
@@ -107,13 +107,13 @@ def test_a_run_whose_output_nobody_reads_any_more_is_saved_all_the_same(tmp_path
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    runs.wait_for(lambda: runs.steps_logged(out) > 3)
+    kit.wait_for(lambda: kit.steps_logged(out) > 3)
     process.stdout.close()
     os.killpg(process.pid, signal.SIGINT)
     process.wait(300)
-    ended = runs.exit_record(out)
+    ended = kit.exit_record(out)
     assert ended["code"] == exits.PREEMPTED
-    assert ended["last_step"] == runs.steps_logged(out)
+    assert ended["last_step"] == kit.steps_logged(out)
     assert (out / f"step-{ended['last_step']:08d}").exists()
     assert not (out / ".lock").exists()
 

@@ -21,7 +21,7 @@ from longhaul.memory import plan as planner
 from longhaul.memory.reconcile import measure
 from longhaul.memory.simulate import simulate
 from longhaul.run import training
-from tests import runs
+from tests import kit
 from tests.ranks import run_program
 
 CPU = torch.device("cpu")
@@ -92,9 +92,9 @@ def test_without_a_schedule_the_run_is_its_only_stage():
 def corpus(tmp_path_factory):
     """300 documents of 3 to 200 tokens."""
     draw = np.random.default_rng(0)
-    documents = [draw.integers(1, runs.VOCAB, size) for size in draw.integers(3, 200, 300)]
+    documents = [draw.integers(1, kit.VOCAB, size) for size in draw.integers(3, 200, 300)]
     folder = tmp_path_factory.mktemp("lengths") / "data"
-    made = write_dataset(documents, folder, vocab_size=runs.VOCAB, eod_id=0, val_fraction=0.1)
+    made = write_dataset(documents, folder, vocab_size=kit.VOCAB, eod_id=0, val_fraction=0.1)
     return Corpus("data", made, Fraction(1))
 
 
@@ -160,7 +160,7 @@ def test_a_stage_that_no_document_needs_is_refused(corpus):
 
 def arguments(corpus, out, *more: str) -> list[str]:
     flags = ["--length_schedule", "8:2,16:2,32:2", "--short_fraction", "0.25", *more]
-    return runs.last_given(runs.arguments(corpus.dataset.path, out, *flags))
+    return kit.arguments(corpus.dataset.path, out, *flags)
 
 
 def run(corpus, out, *more: str):
@@ -189,7 +189,7 @@ def test_a_run_changes_length_and_base_at_the_edges(finished):
 
 
 def test_the_learning_rate_is_that_of_the_whole_run(finished):
-    rates = [record["lr"] for record in runs.steps(finished / "metrics.jsonl")]
+    rates = [record["lr"] for record in kit.steps(finished / "metrics.jsonl")]
     assert rates[:2] == [1.5e-4, 3e-4] and rates == sorted(rates[:2]) + sorted(rates[2:])[::-1]
 
 
@@ -198,8 +198,8 @@ def test_a_run_resumed_in_a_stage_or_at_an_edge_ends_with_the_same_bits(
     step, finished, corpus, tmp_path
 ):
     run(corpus, tmp_path / "run", "--resume", str(finished / f"step-{step:08d}"))
-    assert runs.final_bits(tmp_path / "run") == runs.final_bits(finished)
-    assert runs.losses(tmp_path / "run") == runs.losses(finished)[step:]
+    assert kit.final_bits(tmp_path / "run") == kit.final_bits(finished)
+    assert kit.losses(tmp_path / "run") == kit.losses(finished)[step:]
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def test_two_ranks_resume_at_an_edge_with_the_losses_of_one(corpus, tmp_path):
     run(corpus, whole, *flags)
     resumed = [*flags, "--resume", str(whole / "step-00000002")]
     run_program(train.main, 2, arguments(corpus, tmp_path / "run", *resumed))
-    assert runs.losses(tmp_path / "run") == pytest.approx(runs.losses(whole)[2:], abs=1e-5)
+    assert kit.losses(tmp_path / "run") == pytest.approx(kit.losses(whole)[2:], abs=1e-5)
 
 
 def test_the_command_around_a_loss_spike_is_that_of_the_whole_run(
@@ -279,7 +279,7 @@ def test_whole_documents_are_those_of_each_stage_and_of_one_run(corpus, tmp_path
 
     resumed = ("--resume", str(tmp_path / "run" / "step-00000003"))
     run(corpus, tmp_path / "again", *flags, *resumed)
-    assert runs.final_bits(tmp_path / "again") == runs.final_bits(tmp_path / "run")
+    assert kit.final_bits(tmp_path / "again") == kit.final_bits(tmp_path / "run")
     with pytest.raises(SystemExit) as stop:
         run(corpus, tmp_path / "run", "--short_fraction", "0")
     assert stop.value.code == 2

@@ -1,6 +1,5 @@
 """Corpora keep their shares to within a row at every position, whoever reads them."""
 
-import json
 import random
 from fractions import Fraction
 
@@ -21,10 +20,10 @@ from data.mixture import (
 )
 from data.writer import write_dataset
 from scripts import evaluate
-from tests import runs
+from tests import kit
 from tests.events import calls
 
-VOCAB = runs.VOCAB
+VOCAB = kit.VOCAB
 EOD = 0
 
 
@@ -243,20 +242,15 @@ def two_corpora(tmp_path_factory):
 
 
 def run(data, out, *more: str):
-    words = runs.arguments(data, out, "--global_batch_size", "2", "--eval_rows", "1", *more)
-    train.main(runs.last_given(words))
-
-
-def records(out) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    train.main(kit.arguments(data, out, "--global_batch_size 2 --eval_rows 1", *more))
 
 
 def test_a_run_logs_the_tokens_and_the_validation_loss_of_each_corpus(
     two_corpora, tmp_path, capsys
 ):
     run(two_corpora, tmp_path / "run", "--max_steps", "4", "--eval_every", "4")
-    *steps, validation = records(tmp_path / "run")
-    tokens = 2 * 4 * runs.CONTEXT
+    *steps, validation = kit.records(tmp_path / "run")
+    tokens = 2 * 4 * kit.CONTEXT
     assert steps[-1]["tokens/web"] == 0.75 * tokens and steps[-1]["tokens/books"] == 0.25 * tokens
     losses = [validation[f"validation_loss/{name}"] for name in ("web", "books")]
     mean = 0.75 * losses[0] + 0.25 * losses[1]
@@ -279,7 +273,7 @@ def test_a_mixture_resumes_to_the_same_bits(two_corpora, tmp_path):
     run(two_corpora, tmp_path / "whole", "--max_steps", "6", "--schedule", "constant")
     for steps in ("3", "6"):
         run(two_corpora, tmp_path / "parts", "--max_steps", steps, "--schedule", "constant")
-    assert runs.same_end(tmp_path / "parts", tmp_path / "whole")
+    assert kit.same_end(tmp_path / "parts", tmp_path / "whole")
 
 
 def test_changed_shares_are_refused_unless_the_checkpoint_is_named(two_corpora, tmp_path, capsys):
@@ -295,4 +289,4 @@ def test_changed_shares_are_refused_unless_the_checkpoint_is_named(two_corpora, 
 
     named = str(out / "step-00000002")
     run(other, out, "--max_steps", "4", "--schedule", "constant", "--resume", named)
-    assert records(out)[-1]["tokens/web"] == 0.5 * 4 * 2 * runs.CONTEXT
+    assert kit.records(out)[-1]["tokens/web"] == 0.5 * 4 * 2 * kit.CONTEXT

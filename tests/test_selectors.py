@@ -29,7 +29,7 @@ from longhaul.sparse.indexer import Indexed, own_losses
 from longhaul.sparse.selectors import Bounds, Exact, Mean, Pooled
 from model import Decoder, ModelConfig, NSAConfig, Standard, document_boundaries
 from scripts import convert_qwen3
-from tests import runs
+from tests import kit
 from tests.ranks import run_ranks
 from tests.test_block_sparse import oracle as block_oracle
 from tests.tiers import slow
@@ -484,7 +484,7 @@ def test_the_example_of_the_document_chooses_decodes_and_is_a_value_of_the_flag(
 @pytest.mark.parametrize("name", ["exact", slow("pooled")])
 def test_a_qwen3_folder_generates_evaluates_trains_and_is_exported(name, tmp_path, capsys):
     sizes = SELECTORS[name]
-    data = runs.dataset(tmp_path / "data")
+    data = kit.dataset(tmp_path / "data")
     folder = tmp_path / "qwen3"
     config = ModelConfig.preset("tiny", **SHAPE | dict(vocab_size=512))
     qwen3.to_hf(kernels.decoder(config, seed=1), folder)

@@ -16,7 +16,7 @@ from data.writer import TokenizedDocument, write_dataset
 from longhaul import step
 from longhaul.run import health
 from scripts import evaluate
-from tests import runs
+from tests import kit
 from tests import test_indexed_model as indexed
 from tests.ranks import run_ranks
 from tests.test_numerics import dataset as plain_rows  # noqa: F401  (a fixture)
@@ -32,19 +32,19 @@ def answered(folder, count: int = 24, prompt: int = PROMPT, **settings) -> Datas
     draw = np.random.default_rng(prompt)
     documents = []
     for _ in range(count):
-        ids = draw.integers(1, runs.VOCAB, prompt + ANSWER)
+        ids = draw.integers(1, kit.VOCAB, prompt + ANSWER)
         learned = np.arange(len(ids)) >= prompt
         documents.append(TokenizedDocument(ids, learned=learned))
-    given = dict(vocab_size=runs.VOCAB, eod_id=0, val_fraction=0.2, masked=True) | settings
+    given = dict(vocab_size=kit.VOCAB, eod_id=0, val_fraction=0.2, masked=True) | settings
     return write_dataset(documents, folder, **given)
 
 
 def ends_only(folder) -> Dataset:
     """Half of the rows are full of documents of nothing but their end, which is no target."""
     draw = np.random.default_rng(0)
-    documents = [draw.integers(1, runs.VOCAB, runs.CONTEXT - 1) for _ in range(30)]
-    documents += [np.zeros(1, int)] * (30 * runs.CONTEXT)
-    return write_dataset(documents, folder, vocab_size=runs.VOCAB, eod_id=0, val_fraction=0.2)
+    documents = [draw.integers(1, kit.VOCAB, kit.CONTEXT - 1) for _ in range(30)]
+    documents += [np.zeros(1, int)] * (30 * kit.CONTEXT)
+    return write_dataset(documents, folder, vocab_size=kit.VOCAB, eod_id=0, val_fraction=0.2)
 
 
 def without_labels(micros: list[dict]) -> list[dict]:
@@ -53,14 +53,12 @@ def without_labels(micros: list[dict]) -> list[dict]:
 
 def trained(data, out, *more: str) -> list[dict]:
     """The steps of a small run."""
-    words = runs.arguments(data, out, "--max_steps", "24", *more)
-    train.main(runs.last_given(words))
-    return runs.steps(out / "metrics.jsonl")
+    train.main(kit.arguments(data, out, "--max_steps 24", *more))
+    return kit.steps(out / "metrics.jsonl")
 
 
 def validations(out) -> list[dict]:
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if "validation_loss" in line]
+    return [line for line in kit.records(out) if "validation_loss" in line]
 
 
 # ---- a step
@@ -130,7 +128,7 @@ def test_ranks_agree_on_a_step_of_which_one_or_none_has_targets():
 def test_a_run_counts_the_rows_without_targets_and_reports_no_loss_of_them(make, tmp_path, capsys):
     data = make(tmp_path / "data")
     records = trained(tmp_path / "data", tmp_path / "run", "--eval_every", "24", "--eval_rows", "1")
-    loader = Loader(data, runs.CONTEXT, 1)
+    loader = Loader(data, kit.CONTEXT, 1)
     targets = [int((loader.batch(index).labels != IGNORE).sum()) for index in range(24)]
     assert 0 < targets.count(0) < 24
     assert [record["targets"] for record in records] == targets

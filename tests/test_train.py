@@ -23,7 +23,7 @@ from longhaul.memory import plan as planner
 from longhaul.run import guard, training
 from longhaul.run.log import mfu
 from scripts import generate as generate_script
-from tests import runs
+from tests import kit
 
 ROOT = Path(__file__).parent.parent
 SMALL = shlex.split(
@@ -51,7 +51,7 @@ def prepare(sources: str, folder: Path, flags: str):
 def command(data: str, out, *more: str) -> list[str]:
     """The arguments of a small run; `more`: flags and values, also several in one text."""
     words = [*SMALL, "--data", data, "--output_dir", str(out), *" ".join(more).split()]
-    return runs.last_given(words)
+    return kit.last_given(words)
 
 
 def refusal(args: list[str], capsys, code: int = 2) -> str:
@@ -69,7 +69,7 @@ def final_weights(out) -> dict:
 
 
 def losses(out) -> list[float]:
-    return [record["loss"] for record in runs.steps(Path(out) / "metrics.jsonl")]
+    return [record["loss"] for record in kit.steps(Path(out) / "metrics.jsonl")]
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_forgotten_model_size_is_named_before_a_proposal_for_the_model_that_do
 
 
 def test_every_step_is_one_object_of_metrics_jsonl(finished):
-    records = runs.steps(finished / "metrics.jsonl")
+    records = kit.steps(finished / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, 9))
     wanted = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mem_gib", "time"}
     assert all(wanted <= record.keys() for record in records)
@@ -149,7 +149,7 @@ def test_tensorboard_has_losses_validation_text_and_settings(finished):
 
 def test_a_completed_run_started_again_has_nothing_to_do(finished, data, capsys):
     ended = dict(code=0, cause="completed", remedy="", last_step=8)
-    assert runs.exit_record(finished) == ended
+    assert kit.exit_record(finished) == ended
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     train.main(command(data, finished, "--max_steps 8 --save_every 3"))
     assert "nothing to do" in capsys.readouterr().out
@@ -376,7 +376,7 @@ def test_a_vocabulary_far_above_the_datas_trains_samples_and_is_named(data, tmp_
     index = SMALL.index("--vocab_size")  # without it, that of `tiny`
     large = SMALL[:index] + SMALL[index + 2 :]
     flags = ["--data", data, "--output_dir", str(tmp_path), "--max_steps", "1", "--eval_every", "1"]
-    train.main(runs.last_given([*large, *flags]))
+    train.main(kit.last_given([*large, *flags]))
     assert len(losses(tmp_path)) == 1
     assert (
         "the data has 1,024 different ids and the model 8,192, so 88% of the vocabulary and 78% of "
@@ -458,7 +458,7 @@ def test_one_rule_gives_the_exit_code_of_a_plan(flags, code, place, capsys, quic
     """Of this machine, or of a GPU that is not here, which may only be too small if it is named."""
     small = "--model_size tiny --context_length 64 --max_steps 4 --warmup_steps 1"
     with pytest.raises(SystemExit) as stop:
-        train.main(runs.last_given([*small.split(), *flags.split()]))
+        train.main(kit.last_given([*small.split(), *flags.split()]))
     assert stop.value.code == code
     assert place in capsys.readouterr().out
 

@@ -18,6 +18,7 @@ from longhaul.kinds import attention_kind
 from longhaul.sampling import COLDEST, HOTTEST
 from model import ModelConfig
 
+LARGEST = ("ste", "ste_legacy")  # methods: each other one needs what one of them does
 VALIDATION_SEED = 1  # of the draws of a validation
 
 # Settings of pretraining's rows, losses and evaluations, and of what a policy cannot use.
@@ -41,6 +42,7 @@ class PolicyConfig(TrainConfig):
     """What the settings of all post-training have in common."""
 
     LEFT_OUT: ClassVar[frozenset[str]] = OF_PRETRAINING
+    SAMPLES: ClassVar[bool] = True
     NSA_LACKS: ClassVar[str] = "cannot be trained from rewards yet"
     LOSS_SPIKE: ClassVar[float] = math.inf  # a policy's loss has no level of its own
     GROUPS: ClassVar[dict[str, str]] = {
@@ -137,6 +139,7 @@ class IntuitorConfig(PolicyConfig):
 
     PROGRAM: ClassVar[str] = "-m lab.intuitor"
     TASK: ClassVar[str] = "intuitor"
+    REHEARSAL: ClassVar[str] = "lab.posttrain.rehearsal:Intuitor"
     NSA_LACKS: ClassVar[str] = "cannot share a prompt among responses yet"
     UNTIMED: ClassVar[str] = "without the time of sampling"
     EXAMPLES: ClassVar[str] = """examples:
@@ -250,6 +253,10 @@ class IntuitorConfig(PolicyConfig):
         return self.keep_reference or self.reads_reference
 
     @property
+    def frozen_models(self) -> int:
+        return int(self.needs_reference)
+
+    @property
     def reads_reference(self) -> bool:
         """Whether what is learned depends on the reference."""
         return self.kl_coef > 0 or self.reward in OFFLINE
@@ -298,6 +305,7 @@ class GradeConfig(PolicyConfig):
 
     PROGRAM: ClassVar[str] = "-m lab.grade"
     TASK: ClassVar[str] = "grade"
+    REHEARSAL: ClassVar[str] = "lab.posttrain.rehearsal:Grade"
     NSA_LACKS: ClassVar[str] = "has no cache yet that gradients pass through"
     UNTIMED: ClassVar[str] = "as if the tokens of a response were computed at once"
     EXAMPLES: ClassVar[str] = """examples:
@@ -370,6 +378,17 @@ class GradeConfig(PolicyConfig):
     def needs_reference(self) -> bool:
         """Whether a second model is held; its KL is logged even if it is not in the loss."""
         return True
+
+    @property
+    def frozen_models(self) -> int:
+        """The reference, and a reward model that is not named, which has the policy's shape."""
+        return 1 + (not self.reward_checkpoint)
+
+    def kinds(self) -> list[TrainConfig]:
+        """Of --method all the two methods that need most."""
+        if self.method != "all":
+            return [self]
+        return [dataclasses.replace(self, method=method) for method in LARGEST]
 
     def scheduled(self, step: int) -> dict[str, float]:
         return {"tau": self.settings(eod_id=0).tau(step)}

@@ -1,29 +1,25 @@
 """What to change so that a task fits a card, the smallest loss of quality first.
 
-Each change adds to those before it: logits in chunks, half precision, smaller micro-batches, the
-ladder of fit.py (checkpointing, tiles, the host), no autoencoder, fewer layers, the CPU. The
-figures are the profiler's own: for training the simulated step and its replay through the
-allocator, for analysis the highest peak of its simulated parts.
-`empty_cache` is never advised, because the allocator gives back free memory
-before it fails. Sizes are bytes unless a name says GiB; GiB = 2^30 bytes.
+Each change adds to those before it. Those of a run: logits in chunks, half precision, smaller
+micro-batches, the ladder of fit.py (checkpointing, tiles, the host), the CPU; the figures are the
+simulated step and its replay through the allocator. Another task brings a `Task` of its own.
+`empty_cache` is never advised, because the allocator gives back free memory before it fails.
+Sizes are bytes unless a name says GiB; GiB = 2^30 bytes.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
-from base.flags import PRECISIONS
 from footprint.device import HALF_SINCE, Card
-from longhaul.memory import analysis, solve
-from longhaul.memory.analysis import Analysed
+from longhaul.memory import solve
 from longhaul.memory.plan import Plan
-from longhaul.memory.search import Found, Lever, Say, Search, Verdict, placed
+from longhaul.memory.search import Found, Lever, Say, Search, Verdict
 from model import GIB
 
-Request = Plan | Analysed
 VERDICTS = {
     Verdict.FITS: "fits",
     Verdict.AFTER_CHANGES: "fits after these changes",
@@ -31,49 +27,33 @@ VERDICTS = {
 }
 
 
-def judged(card: Card, host_gib: float, asked: Request) -> Found:
-    """What the request needs, and whether the card, or the host for one on the CPU, holds it."""
-    gib = host_gib if str(asked.device) == "cpu" else card.gib
-    room = int(gib * GIB)
-    if isinstance(asked, Plan):
-        return solve.judged(room, asked)
-    found = analysis.planned(asked)
-    return placed(found.peaks[found.largest], int(found.gib * GIB), room)
+class Task(NamedTuple):
+    """How the requests of a task are judged and changed. A request has a device, words(),
+    breakdown() and command().
+    """
+
+    judge: Callable[[int, Any], Found]  # what a request needs, next to the bytes that there are
+    changes: Callable[[Any, Card], Iterator[Lever]]  # the smallest loss of quality first
+    notes: Callable[[Any, Card], list[str]]
 
 
-# ---- what to change
+# ---- what a run can change
 
 
-def ladder(asked: Request, card: Card) -> Iterator[Lever]:
-    """The changes, the smallest loss of quality first."""
-    analysed = isinstance(asked, Analysed)
+def changes_of_run(asked: Plan, card: Card) -> Iterator[Lever]:
+    """The changes of a training run; there is no fp16, because training has no loss scaler."""
     first, *others = solve.LEVERS
-    if not analysed:
-        yield first
-    if asked.config.compute_dtype == "float32" and (not analysed or not asked.measures.compare):
-        # what is compared begins with the model in float32, and training has no loss scaler
-        if card.cc >= HALF_SINCE:
-            yield Lever("bf16 instead of fp32", functools.partial(in_precision, name="bf16"))
-        elif analysed:
-            yield Lever("fp16 instead of fp32", functools.partial(in_precision, name="fp16"))
-
-    for rows in smaller_batches(asked.batch_size if analysed else asked.cfg.batch_size):
+    yield first
+    if asked.config.compute_dtype == "float32" and card.cc >= HALF_SINCE:
+        yield Lever("bf16 instead of fp32", lambda run: run.change(dtype="bf16"))
+    for rows in smaller_batches(asked.cfg.batch_size):
         yield Lever(f"micro-batches of {rows}", functools.partial(in_batches, rows=rows))
-    yield from analysis.levers(asked) if analysed else others
-    yield Lever("the CPU", on_cpu)
+    yield from others
+    yield Lever("the CPU", lambda run: run.change(device="cpu"))
 
 
-def in_precision(asked: Request, name: str) -> Request:
-    if isinstance(asked, Analysed):
-        config = dataclasses.replace(asked.config, compute_dtype=PRECISIONS[name])
-        return dataclasses.replace(asked, config=config)
-    return asked.change(dtype=name)
-
-
-def in_batches(asked: Request, rows: int) -> Request:
-    """Micro-batches of so many rows; accumulation keeps the rows of a training step."""
-    if isinstance(asked, Analysed):
-        return dataclasses.replace(asked, batch_size=rows)
+def in_batches(asked: Plan, rows: int) -> Plan:
+    """Micro-batches of so many rows; accumulation keeps the rows of a step."""
     more = asked.cfg.batch_size // rows
     micro_batches = asked.cfg.gradient_accumulation_steps * more
     return asked.change(batch_size=rows, gradient_accumulation_steps=micro_batches)
@@ -89,10 +69,7 @@ def smaller_batches(rows: int) -> list[int]:
     return sizes
 
 
-def on_cpu(asked: Request) -> Request:
-    if isinstance(asked, Analysed):
-        return dataclasses.replace(asked, device="cpu")
-    return asked.change(device="cpu")
+RUN = Task(solve.judged, changes_of_run, notes=lambda asked, card: [])
 
 
 # ---- the answer
@@ -105,22 +82,32 @@ class Advice(NamedTuple):
     as_json: dict
 
 
-def advise(task: str, asked: Request, card: Card, host_gib: float, say: Say) -> Advice:
+def advise(
+    name: str,
+    asked: Any,
+    card: Card,
+    host_gib: float,
+    say: Say,
+    task: Task = RUN,
+) -> Advice:
     """Add changes until the request fits; `host_gib` is what the last one, the CPU, may use."""
     is_run = isinstance(asked, Plan)
     cards = f"{asked.world.size} x " if is_run and asked.world.size > 1 else ""
     breakdown = asked.breakdown()
-    say(f"{task}: {asked.words()}")
+    say(f"{name}: {asked.words()}")
     say(f"on {cards}{card.name} ({card.gib:g} GiB, capability {card.cc / 10})")
     for name, size in breakdown.items():
         say(f"  {name:<34}{size / GIB:>9.2f} GiB")
     say(f"changes, each added to those above it; GiB, predicted for torch {torch.__version__}:")
 
-    judge = functools.partial(judged, card, host_gib)
-    search = Search(judge, int(card.gib * GIB), say, with_costs=is_run)
+    def judged(request: Any) -> Found:
+        gib = host_gib if str(request.device) == "cpu" else card.gib
+        return task.judge(int(gib * GIB), request)
+
+    search = Search(judged, int(card.gib * GIB), say, with_costs=is_run)
     say(search.head())
-    best = search.climb(asked, list(ladder(asked, card))).best
-    notes = _notes(asked, card)
+    best = search.climb(asked, list(task.changes(asked, card))).best
+    notes = task.notes(asked, card)
     if not best.fits and is_run:
         notes.append("--solve world_size --gpus 64 looks for how many such GPUs are enough")
 
@@ -135,7 +122,7 @@ def advise(task: str, asked: Request, card: Card, host_gib: float, say: Say) -> 
         command = best.request.command()
         say(f"run: {command}")
     found = {
-        "task": task,
+        "task": name,
         "torch": torch.__version__,
         "gpu": dataclasses.asdict(card),
         "code": verdict.exit_code,
@@ -145,12 +132,3 @@ def advise(task: str, asked: Request, card: Card, host_gib: float, say: Say) -> 
         "notes": notes,
     }
     return Advice(verdict, found)
-
-
-def _notes(asked: Request, card: Card) -> list[str]:
-    if card.cc >= HALF_SINCE or isinstance(asked, Plan):
-        return []
-    return [
-        "in fp16 the figures assume FlashAttention, which needs capability 8.0: the kernel of "
-        "this card also holds keys and values for each query head"
-    ]

@@ -18,7 +18,6 @@ from typing import Any
 
 from data.mixture import open_corpora
 from footprint.device import Placement
-from lab.posttrain.config import IntuitorConfig, PolicyConfig
 from longhaul.config import TrainConfig
 from longhaul.kernels import loss_path
 from longhaul.kinds import attention_kind
@@ -39,7 +38,7 @@ def chunked_loss(cfg: TrainConfig) -> TrainConfig:
     """With --loss auto the loss is already in tiles, unless the logits are small; a policy's always
     is.
     """
-    if isinstance(cfg, PolicyConfig):
+    if cfg.SAMPLES:
         return cfg
     shape = (cfg.batch_size, cfg.context_length // cfg.context_ranks)
     if loss_path(cfg.model(), math.prod(shape)) != "standard":
@@ -64,7 +63,7 @@ def one_row(cfg: TrainConfig) -> TrainConfig:
 
 def one_prompt(cfg: TrainConfig) -> TrainConfig:
     """A rollout that answers one prompt at a time, which takes more forwards."""
-    if not isinstance(cfg, IntuitorConfig) or cfg.prompts_at_once == 1:
+    if getattr(cfg, "prompts_at_once", 1) == 1:
         return cfg
     return dataclasses.replace(cfg, rollout_prompts=1)
 
@@ -104,7 +103,7 @@ def head_groups(cfg: TrainConfig) -> TrainConfig:
 
 def no_unread_reference(cfg: TrainConfig) -> TrainConfig:
     """Without a reference that only the log reads, for the KL of a policy that is not held back."""
-    if not isinstance(cfg, IntuitorConfig) or cfg.reads_reference:
+    if getattr(cfg, "reads_reference", True):
         return cfg
     return dataclasses.replace(cfg, keep_reference=False)
 
@@ -176,7 +175,7 @@ def _proposals(request: Plan) -> Iterator[Plan]:
     Of a length, or of a model at it, nothing is tried if its least demanding request does not fit.
     """
     asked = request.asked
-    if isinstance(asked, PolicyConfig):
+    if asked.SAMPLES:
         if request.needs.peak_stage == ROLLOUT:
             yield from _planned(request, [one_prompt(asked)])
         levers = list(_with_levers(asked))
@@ -223,7 +222,7 @@ def _holds_least(request: Plan, variants: list[TrainConfig]) -> bool:
     return any(map(_runs_here, _planned(request, variants[-1:])))
 
 
-def _with_levers(asked: PolicyConfig) -> Iterator[TrainConfig]:
+def _with_levers(asked: TrainConfig) -> Iterator[TrainConfig]:
     """The request with one more lever at a time.
 
     Each plan is a simulation of seconds, so there are few.

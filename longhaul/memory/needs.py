@@ -16,7 +16,6 @@ import torch
 
 from footprint.device import Demand
 from footprint.timeline import Sizes
-from lab.posttrain.config import GradeConfig, PolicyConfig
 from longhaul.config import TrainConfig
 from longhaul.memory.deep import Profile, profile
 from longhaul.staging import PINNED
@@ -29,7 +28,6 @@ ADAMW = 12  # bytes of a parameter that the host updates: its weight and two mom
 PROCESS_GIB = 0.45 if torch.version.cuda is None else 0.66
 # Context, workspaces and the allocator's rounding on a GPU, where nothing is replayed
 CUDA_CONTEXT_GIB = 1.0
-LARGEST = ("ste", "ste_legacy")  # of GRADE's methods: each other one needs what one of them does
 KEPT = ("parameter", "optimizer")  # categories of what every stage holds
 FIXED = (*KEPT, "gradient", "unsharded")  # that are as large for every number of tokens
 WARM_UP = "dense warm-up"  # a stage: steps in which only an indexer learns
@@ -189,10 +187,8 @@ def at_least(cfg: TrainConfig, ranks: int = 1) -> int:
     """
     config = cfg.model()
     weight = config.dtype.itemsize if cfg.weights_in_compute_dtype else FP32
-    if isinstance(cfg, PolicyConfig):
-        # a reward model that is not named has the policy's shape
-        own_reward = isinstance(cfg, GradeConfig) and not cfg.reward_checkpoint
-        size = weight * (1 + cfg.needs_reference + own_reward)
+    if cfg.SAMPLES:
+        size = weight * (1 + cfg.frozen_models)
     else:
         moments = 2 * FP32 if cfg.optimizer == "adamw" and cfg.master_weights != "host" else 0
         size = weight + moments + (0 if cfg.optimizer_in_backward else weight)
@@ -232,7 +228,7 @@ def largest(cfg: TrainConfig, ranks: int = 1) -> TrainConfig:
         if needs(cfg, ranks).peak_stage == WARM_UP:
             return in_warm_up(cfg)
         return dataclasses.replace(cfg, indexer_warmup=0)
-    if isinstance(cfg, GradeConfig) and cfg.method == "all":
-        each = [dataclasses.replace(cfg, method=method) for method in LARGEST]
-        return max(each, key=lambda one: needs(one, ranks).peak)
-    return cfg
+    kinds = cfg.kinds()
+    if len(kinds) == 1:
+        return kinds[0]
+    return max(kinds, key=lambda one: needs(one, ranks).peak)

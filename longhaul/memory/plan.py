@@ -16,7 +16,6 @@ import torch
 
 from data.progress import duration
 from footprint.device import DEFAULT, Card, beyond_the_allocator, installed_card
-from lab.posttrain.config import PolicyConfig
 from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.dist import World, check_replicas
@@ -431,7 +430,7 @@ def _ranks_per_row(cfg: TrainConfig, world: World) -> list[int]:
 
 def sizes_that_share(cfg: TrainConfig, tokens: int, ranks: int) -> list[int]:
     """How many of the ranks may share a row of so many tokens."""
-    if isinstance(cfg, PolicyConfig):
+    if cfg.SAMPLES:
         return [1]
     config = cfg.model()
     unfit = unfit_exchanges(config.attention.name)

@@ -12,7 +12,6 @@ from footprint.allocator import of_step
 from footprint.device import Demand
 from footprint.tables import device_rows, heading, stage_rows, tensor_rows, waterfalls
 from footprint.timeline import alike
-from lab.posttrain.config import PolicyConfig
 from longhaul.config import TrainConfig
 from longhaul.memory.deep import Profile
 from longhaul.memory.needs import PROCESS_GIB
@@ -48,7 +47,7 @@ def table(profile: Profile, cfg: TrainConfig, ranks: int, demand: Demand | None)
 def _title(cfg: TrainConfig, ranks: int, demand: Demand | None) -> str:
     """What was predicted, and for which device."""
     config = cfg.model()
-    loss = "over tiles" if isinstance(cfg, PolicyConfig) else cfg.loss_path(config, ranks)
+    loss = "over tiles" if cfg.SAMPLES else cfg.loss_path(config, ranks)
     device = "a CPU" if demand is None else "a GPU (CUDA)"
     return (
         f"{heading(device, ranks)}: {cfg.model_size} "

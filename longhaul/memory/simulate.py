@@ -18,7 +18,6 @@ from base.machine import deterministic
 from footprint.prediction import fake_process_group
 from footprint.trace import Trace
 from footprint.tracker import Tracker
-from lab.posttrain.config import PolicyConfig
 from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.memory.batches import CPU, tensors_of
@@ -145,7 +144,7 @@ def trace_second_step(
 
 def _is_plain(cfg: TrainConfig, ranks: int) -> bool:
     """Whether a first step leaves nothing but an optimizer state of each parameter."""
-    if isinstance(cfg, PolicyConfig) or cfg.optimizer_in_backward:
+    if cfg.SAMPLES or cfg.optimizer_in_backward:
         return False
     return ranks == 1 and cfg.attention_type in PLAIN
 

@@ -14,7 +14,6 @@ import functools
 
 import torch
 
-from lab.posttrain.config import PolicyConfig
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
 from longhaul.memory import fit, reserve
@@ -119,7 +118,7 @@ def wider(run: Plan, gpus: int) -> list[tuple[str, Plan]]:
             found.append((f"every lever, {ranks} ranks that share rows", sharing(run, ranks)))
 
     cheaper = attention_kind(cfg).cheaper
-    if cheaper and not isinstance(cfg, PolicyConfig):  # whose prompts sparse attention cannot share
+    if cheaper and not cfg.SAMPLES:  # whose prompts sparse attention cannot share
         sparse = dataclasses.replace(cfg, attention_type=cheaper)
         for ranks in numbers:
             found.append(
@@ -235,7 +234,7 @@ def longest(search: Search, name: str, run: Plan, start: int = 0) -> Tried | Non
         )
     # of a policy a prompt and its longest response are a context, and other responses more tokens
     least = UNIT
-    if isinstance(cfg, PolicyConfig):
+    if cfg.SAMPLES:
         least += cfg.longest_response // UNIT * UNIT
     most = MOST_TOKENS // cfg.batch_size - (cfg.row_tokens - cfg.context_length)
     bounds = Bounds(UNIT, nearly=True, least=least, most=most // UNIT * UNIT)

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import train
-from tests import ranks, runs
+from tests import kit, ranks
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
-    return runs.dataset(tmp_path_factory.mktemp("data") / "set")
+    return kit.dataset(tmp_path_factory.mktemp("data") / "set")
 
 
 class Child:
@@ -55,7 +55,7 @@ def start(tmp_path):
 
     def start(words: list[str], size: int = 1, before: Callable = int) -> list[Child]:
         log = tmp_path / f"log-{len(started)}"
-        begun = ranks.begin(_train, size, log, runs.last_given(words), before)
+        begun = ranks.begin(_train, size, log, kit.last_given(words), before)
         children = [
             Child(process, Path(f"{log}-{rank}")) for rank, process in enumerate(begun.processes)
         ]

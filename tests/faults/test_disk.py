@@ -18,7 +18,7 @@ from longhaul.checkpoint.save import Saver
 from longhaul.config import TrainConfig
 from longhaul.exits import StorageError
 from longhaul.run import log
-from tests import runs
+from tests import kit
 from tests.faults.disk import Disk, watch
 
 SHAPE = "num_layers=1 hidden_size=16 num_heads=1 num_kv_heads=1 head_dim=16 ffn_size=16"
@@ -175,7 +175,7 @@ def test_a_save_without_space_is_tried_again_and_costs_no_checkpoint(
 
 def test_a_run_for_which_there_is_too_little_space_writes_nothing(data, tmp_path, monkeypatch):
     monkeypatch.setattr(durable, "free_bytes", lambda folder: 400_000)
-    said = runs.run(runs.arguments(data, tmp_path / "run", "--max_steps", "2"), code=2)
+    said = kit.run(kit.arguments(data, tmp_path / "run", "--max_steps", "2"), code=2)
     assert "3 more checkpoint(s) of this model need" in said
     assert not (tmp_path / "run").exists()
 
@@ -183,7 +183,7 @@ def test_a_run_for_which_there_is_too_little_space_writes_nothing(data, tmp_path
 def test_a_disk_that_refuses_the_log_is_warned_of_once(data, tmp_path, monkeypatch):
     append = log._append_line
     monkeypatch.setattr(log, "_append_line", lambda _, record: append(Path("/dev/full"), record))
-    said = runs.run(runs.arguments(data, tmp_path / "run", "--max_steps", "8"))
+    said = kit.run(kit.arguments(data, tmp_path / "run", "--max_steps", "8"))
     assert said.count("warning: the log cannot be written") == 1
     assert load.latest(tmp_path / "run").step == 8
 

@@ -21,7 +21,7 @@ from longhaul.checkpoint import load
 from longhaul.checkpoint.save import Saver
 from longhaul.run import heartbeat
 from longhaul.run.guard import Guard, Lock
-from tests import runs
+from tests import kit
 from tests.faults.disk import watch
 
 STEPS = ["--max_steps", "8", "--save_every", "3"]
@@ -48,20 +48,20 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_one_that_is_
 ):
     """Before any call that changes the disk: of its record, of a save, of a pruning."""
     flags = ["--max_steps", "5", "--save_every", "1"]
-    runs.run(runs.arguments(data, tmp_path / "whole", *flags))
+    kit.run(kit.arguments(data, tmp_path / "whole", *flags))
     draw = random.Random(0)
     out = tmp_path / "run"
     kills = 0
     while kills < 4 or out.exists():
         # a save and its pruning are about 80 calls
         call = draw.randrange(200) if kills < 4 else -1
-        (child,) = start(runs.arguments(data, out, *flags), before=partial(die_before, call))
+        (child,) = start(kit.arguments(data, out, *flags), before=partial(die_before, call))
         code = child.wait()
         if code == -signal.SIGKILL:
             kills += 1
             continue
         assert code == 0, child.words()
-        assert runs.same_end(out, tmp_path / "whole"), f"after {kills} kills"
+        assert kit.same_end(out, tmp_path / "whole"), f"after {kills} kills"
         shutil.rmtree(out)
 
 
@@ -69,16 +69,16 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_one_that_is_
 def test_two_ranks_that_are_killed_go_on_to_the_same_bits(data, start, tmp_path):
     flags = ["--max_steps", "200", "--save_every", "20", "--eval_every", "90", "--eval_rows", "2"]
     out = tmp_path / "run"
-    killed = start(runs.arguments(data, out, *flags), 2)
-    runs.wait_for(lambda: runs.steps_logged(out) > 30)
+    killed = start(kit.arguments(data, out, *flags), 2)
+    kit.wait_for(lambda: kit.steps_logged(out) > 30)
     for rank in killed:
         rank.signal(signal.SIGKILL)
     assert [rank.wait() for rank in killed] == [-signal.SIGKILL] * 2
     for folder in (out, tmp_path / "whole"):
-        ranks = start(runs.arguments(data, folder, *flags), 2)
+        ranks = start(kit.arguments(data, folder, *flags), 2)
         assert [rank.wait() for rank in ranks] == [0, 0]
         assert ("resumed" in ranks[0].words()) == (folder == out)
-    assert runs.same_end(out, tmp_path / "whole")
+    assert kit.same_end(out, tmp_path / "whole")
 
 
 # ---- asked to stop
@@ -110,7 +110,7 @@ PHASES = {
 def whole(data, tmp_path_factory) -> Path:
     """A run that nothing happens to."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    runs.run(runs.arguments(data, out, *STEPS, "--gradient_accumulation_steps", "4"))
+    kit.run(kit.arguments(data, out, *STEPS, "--gradient_accumulation_steps", "4"))
     return out
 
 
@@ -120,7 +120,7 @@ def test_a_run_that_is_asked_to_stop_saves_once_and_goes_on(
 ):
     owner, name, number, last_steps = PHASES[phase]
     out = tmp_path / "run"
-    words = runs.arguments(data, out, *STEPS, "--gradient_accumulation_steps", "4")
+    words = kit.arguments(data, out, *STEPS, "--gradient_accumulation_steps", "4")
     if "background" in phase:
         words.append("--async_save")
 
@@ -132,17 +132,17 @@ def test_a_run_that_is_asked_to_stop_saves_once_and_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, asked(getattr(owner, name), number, ask))
-        said = runs.run(words, code=75)
+        said = kit.run(words, code=75)
     saved_once(out, said)
-    assert str(runs.exit_record(out)["last_step"]) in last_steps
+    assert str(kit.exit_record(out)["last_step"]) in last_steps
     assert not (out / "STOP").exists()  # it would stop the next start as well
-    runs.run(words)
-    assert runs.same_end(out, whole)
+    kit.run(words)
+    assert kit.same_end(out, whole)
 
 
 def saved_once(out: Path, said: str):
     """The last step was saved, once, and exit.json says so."""
-    record = runs.exit_record(out)
+    record = kit.exit_record(out)
     assert record["code"] == 75
     assert "same command" in record["remedy"]
     newest = load.latest(out)
@@ -154,8 +154,8 @@ def saved_once(out: Path, said: str):
 def test_ranks_that_are_all_asked_to_stop_twice_at_once_save_once(data, start, tmp_path):
     """As by torchrun, which repeats what the whole group of processes has received."""
     out = tmp_path / "run"
-    ranks = start(runs.arguments(data, out, *ENDLESS), 2)
-    runs.wait_for(lambda: runs.steps_logged(out) > 3)
+    ranks = start(kit.arguments(data, out, *ENDLESS), 2)
+    kit.wait_for(lambda: kit.steps_logged(out) > 3)
     for number in (signal.SIGTERM, signal.SIGINT):
         for rank in ranks:
             rank.signal(number)
@@ -168,24 +168,24 @@ def test_a_save_that_takes_longer_than_the_launcher_waits_is_warned_of_once(
 ):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0")
-    said = runs.run(runs.arguments(data, tmp_path / "run", *STEPS))
+    said = kit.run(kit.arguments(data, tmp_path / "run", *STEPS))
     assert said.count("with a save") == 1
     assert said.count("so a stop loses") == 1
 
 
 def test_a_folder_in_use_is_refused_and_that_of_a_killed_job_is_taken_over(data, tmp_path):
     out = tmp_path / "run"
-    words = runs.arguments(data, out, "--max_steps", "2")
-    runs.run(words)
+    words = kit.arguments(data, out, "--max_steps", "2")
+    kit.run(words)
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     job = Lock(out)
     job.take()
     holder = f"process {os.getpid()} on {os.uname().nodename}"
-    assert holder in runs.run([*words, "--max_steps", "3"], code=2)
+    assert holder in kit.run([*words, "--max_steps", "3"], code=2)
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
     os.close(job.descriptor)  # as the system does when a job is killed
-    said = runs.run([*words, "--max_steps", "3"])
+    said = kit.run([*words, "--max_steps", "3"])
     assert f"{holder} ended without releasing {out}; its lock is taken over" in said
     assert not (out / ".lock").exists()
 
@@ -206,11 +206,11 @@ def lose_sooner():
 )
 def test_a_rank_that_is_lost_is_named_by_the_other_one(lost, number, data, start, tmp_path):
     out = tmp_path / "run"
-    ranks = start(runs.arguments(data, out, *ENDLESS), 2, lose_sooner)
-    runs.wait_for(lambda: runs.steps_logged(out) > 3)
+    ranks = start(kit.arguments(data, out, *ENDLESS), 2, lose_sooner)
+    kit.wait_for(lambda: kit.steps_logged(out) > 3)
     ranks[lost].signal(number)
     other = ranks[1 - lost]
-    assert other.wait(60) == runs.exit_record(out)["code"] == 7
+    assert other.wait(60) == kit.exit_record(out)["code"] == 7
     assert f"rank {lost}" in other.last_line()
     if number == signal.SIGSTOP:
         assert "most recent call first" in other.words()  # where each of its threads was
@@ -243,9 +243,9 @@ def slow_steps(marker: Path):
 @pytest.mark.parametrize("size", IMPATIENT)
 def test_a_stop_in_a_long_micro_batch_loses_no_whole_step(size, data, start, tmp_path):
     out = tmp_path / "run"
-    words = runs.arguments(data, out, *STEPS, *IMPATIENT[size])
+    words = kit.arguments(data, out, *STEPS, *IMPATIENT[size])
     ranks = start(words, size, partial(slow_steps, tmp_path / "slow"))
-    runs.wait_for((tmp_path / "slow").exists)
+    kit.wait_for((tmp_path / "slow").exists)
     begun = time.monotonic()
     ranks[-1].signal(signal.SIGINT)
     assert [rank.wait(30) for rank in ranks] == [75] * size, ranks[0].words()
@@ -254,13 +254,13 @@ def test_a_stop_in_a_long_micro_batch_loses_no_whole_step(size, data, start, tmp
     said = ranks[0].words()
     assert "asked to stop: " in said and "to leave at once" in said
     saved_once(out, said)
-    assert runs.exit_record(out)["last_step"] == runs.steps_logged(out) == 2
+    assert kit.exit_record(out)["last_step"] == kit.steps_logged(out) == 2
     assert not (out / ".lock").exists()
     if size == 2:
-        whole = runs.arguments(data, tmp_path / "whole", *STEPS)
+        whole = kit.arguments(data, tmp_path / "whole", *STEPS)
         for again in (words, whole):
             assert [rank.wait() for rank in start(again, size)] == [0] * size
-        assert runs.same_end(out, tmp_path / "whole")
+        assert kit.same_end(out, tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -268,9 +268,9 @@ def test_a_rank_that_is_killed_is_named_by_one_that_is_asked_to_stop(data, start
     """torchrun stops the other ranks when one is killed: their rescue must not wait for it."""
     out = tmp_path / "run"
     first, second = start(
-        runs.arguments(data, out, *STEPS), 2, partial(slow_steps, tmp_path / "slow")
+        kit.arguments(data, out, *STEPS), 2, partial(slow_steps, tmp_path / "slow")
     )
-    runs.wait_for((tmp_path / "slow").exists)
+    kit.wait_for((tmp_path / "slow").exists)
     second.signal(signal.SIGKILL)
     first.signal(signal.SIGTERM)
     assert first.wait(30) == 7, first.words()

@@ -18,21 +18,21 @@ from longhaul import cli, dist, optim
 from longhaul.checkpoint import load, resume
 from longhaul.checkpoint.format import CheckpointError, checksum
 from longhaul.config import TrainConfig
-from tests import runs
+from tests import kit
 from tests.ranks import run_program
 
 CONSTANT = ["--schedule", "constant", "--save_every", "1000"]
 
 
 def words(source: Path, out: Path, last: int, *more: str) -> list[str]:
-    return runs.last_given(runs.arguments(source, out, *CONSTANT, *more, "--max_steps", str(last)))
+    return kit.arguments(source, out, *CONSTANT, *more, "--max_steps", str(last))
 
 
 @pytest.fixture(scope="module")
 def two_steps(data, tmp_path_factory) -> Path:
     """The folder of a run of two steps."""
     out = tmp_path_factory.mktemp("two") / "run"
-    runs.run(words(data, out, 2))
+    kit.run(words(data, out, 2))
     return out
 
 
@@ -45,17 +45,17 @@ def out(two_steps, tmp_path) -> Path:
 
 
 def test_a_run_resumed_around_the_end_of_an_epoch_has_the_rows_of_a_whole_one(tmp_path):
-    source = runs.dataset(tmp_path / "data", 16)
-    rows = Loader(open_dataset(source), runs.CONTEXT, 2).rows_per_epoch
+    source = kit.dataset(tmp_path / "data", 16)
+    rows = Loader(open_dataset(source), kit.CONTEXT, 2).rows_per_epoch
     epoch = math.ceil(rows / 2)  # steps of two rows
     batch = ["--global_batch_size", "2"]
-    runs.run(words(source, tmp_path / "whole", 2 * epoch + 4, *batch))
+    kit.run(words(source, tmp_path / "whole", 2 * epoch + 4, *batch))
     for last in (epoch - 1, epoch, 2 * epoch + 2):
-        runs.run(words(source, tmp_path / "run", last, *batch))
+        kit.run(words(source, tmp_path / "run", last, *batch))
     # from here on two micro-batches, of which only the order of sums differs
-    runs.run(words(source, tmp_path / "run", 2 * epoch + 4, *batch, "--batch_size", "1"))
-    found = runs.losses(tmp_path / "run")
-    whole = runs.losses(tmp_path / "whole")
+    kit.run(words(source, tmp_path / "run", 2 * epoch + 4, *batch, "--batch_size", "1"))
+    found = kit.losses(tmp_path / "run")
+    whole = kit.losses(tmp_path / "whole")
     assert found[:-2] == whole[:-2]
     assert found[-2:] == pytest.approx(whole[-2:], abs=1e-4)
 
@@ -63,12 +63,12 @@ def test_a_run_resumed_around_the_end_of_an_epoch_has_the_rows_of_a_whole_one(tm
 @pytest.mark.slow
 def test_a_run_continued_by_other_numbers_of_ranks_has_the_bits_of_one_process(data, tmp_path):
     batch = ["--global_batch_size", "2", "--grad_clip", "0.5"]
-    runs.run(words(data, tmp_path / "one", 6, *batch))
+    kit.run(words(data, tmp_path / "one", 6, *batch))
     out = tmp_path / "run"
-    runs.run(words(data, out, 2, *batch))
+    kit.run(words(data, out, 2, *batch))
     run_program(train.main, 2, words(data, out, 4, *batch))
-    runs.run(words(data, out, 6, *batch))
-    assert runs.same_end(out, tmp_path / "one")
+    kit.run(words(data, out, 6, *batch))
+    assert kit.same_end(out, tmp_path / "one")
 
 
 # ---- settings
@@ -78,7 +78,7 @@ def test_a_changed_learning_rate_is_refused_and_applied_if_the_checkpoint_is_nam
     data, out, monkeypatch
 ):
     changed = words(data, out, 4, "--lr", "0.02", "--adam", "beta1=0.5")
-    said = runs.run(changed, code=2)
+    said = kit.run(changed, code=2)
     assert "--lr: recorded 0.0003, now 0.02" in said
     assert "--adam: recorded [], now ['beta1=0.5']" in said
 
@@ -90,19 +90,19 @@ def test_a_changed_learning_rate_is_refused_and_applied_if_the_checkpoint_is_nam
         return optimizers[-1]
 
     monkeypatch.setattr(optim, "build_optimizer", kept)
-    said = runs.run([*changed, "--resume", str(out / "step-00000002")])
+    said = kit.run([*changed, "--resume", str(out / "step-00000002")])
     assert "changed since the checkpoint: lr 0.0003 -> 0.02" in said
-    rates = [record["lr"] for record in runs.steps(out / "metrics.jsonl")]
+    rates = [record["lr"] for record in kit.steps(out / "metrics.jsonl")]
     assert rates[2:] == [0.02, 0.02]
     assert optimizers[-1].param_groups[0]["betas"] == (0.5, 0.95)
 
 
 def test_another_machine_is_warned_of(data, out, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert "was written with" not in runs.run(words(data, out, 3))
+    assert "was written with" not in kit.run(words(data, out, 3))
     monkeypatch.setattr(dist, "cores", lambda: 2)
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    said = runs.run(words(data, out, 4))
+    said = kit.run(words(data, out, 4))
     assert "warning: the checkpoint was written with threads=1, and this run has threads=2" in said
     assert "and this run has torch=2.99.0" in said
 
@@ -120,9 +120,9 @@ def test_other_bytes_of_the_data_are_named_and_with_the_true_ones_the_run_goes_o
     shard = source / "shard-00000.bin"
     whole = shard.read_bytes()
     shard.write_bytes(damage(whole))
-    assert str(shard) in runs.run(words(source, out, 3), code=3)
+    assert str(shard) in kit.run(words(source, out, 3), code=3)
     shard.write_bytes(whole)
-    runs.run(words(source, out, 3))
+    kit.run(words(source, out, 3))
 
 
 NEEDED = (
@@ -158,6 +158,6 @@ def test_a_checkpoint_of_another_position_in_the_data_is_refused(position, data,
     folder = out / "step-00000002"
     manifest = json.loads((folder / "manifest.json").read_text())
     rewrite(folder, manifest | {"data": position})
-    runs.run(words(data, out, 4, "--resume", str(folder)), code=4)
+    kit.run(words(data, out, 4, "--resume", str(folder)), code=4)
     rewrite(folder, manifest)
-    runs.run(words(data, out, 4, "--resume", str(folder)))
+    kit.run(words(data, out, 4, "--resume", str(folder)))

@@ -9,10 +9,10 @@ import torch
 
 import profile_memory
 from lab import run_full_analysis
+from lab.analysis import memory as analysis
 from lab.analysis.config import AnalysisConfig, Measures
 from lab.analysis.samples import Rows
 from longhaul import cli, kernels
-from longhaul.memory import analysis
 from model import ModelConfig, NSAConfig
 from tests.lab.test_analysis_run import made  # noqa: F401  (a fixture)
 from tests.tiers import slow

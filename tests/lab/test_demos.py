@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lab import grade, intuitor
-from tests.lab.policy_runs import records
+from tests.kit import records
 
 
 @pytest.mark.slow

@@ -23,8 +23,8 @@ from longhaul.checkpoint import load, resume
 from longhaul.checkpoint import start as starting
 from longhaul.config import TrainConfig
 from longhaul.exits import NUMERICS
-from tests import runs
-from tests.lab.policy_runs import records, same_bits
+from tests import kit
+from tests.kit import records, same_bits
 from tests.ranks import run_program
 from tests.tiers import slow
 
@@ -83,7 +83,7 @@ def words(folder: Path, out: Path, more: str = "") -> list[str]:
     given = f"--checkpoint {folder}/base --reward_checkpoint {folder}/reward"
     paths = f"{given} --data {folder}/reviews --output_dir {out}"
     flags = f"{paths} --dtype fp32 --device cpu --eval_every 0 {SMALL} {more}"
-    return runs.last_given(flags.split())
+    return kit.last_given(flags.split())
 
 
 def asked(folder: Path, out: Path, more: str) -> list[str]:

@@ -18,8 +18,8 @@ from lab.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul import cli
 from longhaul.checkpoint.format import checksum
 from scripts import evaluate
-from tests import runs
-from tests.lab.policy_runs import records, same_bits
+from tests import kit
+from tests.kit import records, same_bits
 from tests.ranks import run_program
 from tests.tiers import slow
 
@@ -60,7 +60,7 @@ def first_model(folder: Path, out: Path, steps: int):
 def words(folder: Path, out: Path, more: str = "") -> list[str]:
     given = f"--checkpoint {folder}/base --data {folder}/asked --output_dir {out} --device cpu"
     flags = f"{given} --dtype fp32 --eval_every 0 {SMALL} {more}"
-    return runs.last_given(flags.split())
+    return kit.last_given(flags.split())
 
 
 def run(folder: Path, out: Path, more: str = ""):

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from lab import grade, intuitor
+from lab.posttrain import memory
 from lab.posttrain.config import GradeConfig
-from longhaul.memory import posttrain
 from longhaul.memory.needs import needs
 
 QWEN = "Qwen2.5-1.5B"
@@ -15,16 +15,16 @@ TEXT = (Path(__file__).parent.parent.parent / "docs" / "LAB.md").read_text(encod
 
 @pytest.mark.parametrize("tokens", [2048, 8192, 18_432, 131_072])
 def test_the_document_holds_what_whole_logits_take(tokens):
-    config = posttrain.of_shape(QWEN).model()
+    config = memory.of_shape(QWEN).model()
     logits = 4 * 64 * tokens * config.vocab_size
-    whole = posttrain.with_whole_logits(config, 64, tokens)
+    whole = memory.with_whole_logits(config, 64, tokens)
     assert f"\n| {tokens:,} | {logits / 1e9:,.1f} | {whole / 1e9:,.1f} | " in TEXT
 
 
 @pytest.mark.slow
 def test_the_document_holds_the_last_figure_of_131072_tokens():
     """Not the other simulated figures, which the same function computes, for their time."""
-    profile = posttrain.of_longhaul(QWEN, 131_072, posttrain.GROUP)
+    profile = memory.of_longhaul(QWEN, 131_072, memory.GROUP)
     row = next(line for line in TEXT.splitlines() if line.startswith("| 131,072 |"))
     assert row.endswith(f"| {profile.peak / 1e9:,.1f} |")
 
@@ -51,21 +51,21 @@ def test_mixtures_over_a_cache_take_so_many_times_less_than_the_published_form(c
 
 
 def test_ppo_needs_the_logits_and_their_gradient():
-    config = posttrain.of_shape(QWEN).model()
+    config = memory.of_shape(QWEN).model()
     logits = 4 * 64 * 4096 * 151_936
-    ppo = posttrain.with_whole_logits(config, 64, 4096)
-    assert posttrain.reward(64, 4096) < 1e-4 * ppo
+    ppo = memory.with_whole_logits(config, 64, 4096)
+    assert memory.reward(64, 4096) < 1e-4 * ppo
     assert 2 * logits < ppo < 2.3 * logits
 
 
 def test_the_shapes_are_those_of_qwen():
-    config = posttrain.of_shape(QWEN).model()
+    config = memory.of_shape(QWEN).model()
     assert config.num_params() == pytest.approx(1_543_714_304, rel=1e-4)  # with its biases
 
 
 def test_the_doors_print_the_tables(capsys):
     grade.main(["--memory_table"])
-    assert posttrain.soft_tokens() in capsys.readouterr().out
+    assert memory.soft_tokens() in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

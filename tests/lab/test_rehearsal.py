@@ -19,6 +19,7 @@ from footprint.tracker import Tracker
 from lab.posttrain import grade, policy, rollout
 from lab.posttrain.config import GradeConfig, IntuitorConfig
 from lab.posttrain.policy import Group, Response
+from lab.posttrain.rehearsal import Policy, shortest_micro_batch, stretched, table_lengths
 from longhaul import cli, dist, step
 from longhaul.config import TrainConfig
 from longhaul.memory import fit, solve
@@ -27,14 +28,7 @@ from longhaul.memory.deep import profile
 from longhaul.memory.needs import PROCESS_GIB, at_least, demand, needs
 from longhaul.memory.needs import largest as largest_method
 from longhaul.memory.reconcile import allocator_peak
-from longhaul.memory.rehearsal import (
-    Policy,
-    Rehearsal,
-    rehearsal,
-    shortest_micro_batch,
-    stretched,
-    table_lengths,
-)
+from longhaul.memory.rehearsal import Rehearsal, rehearsal
 from longhaul.memory.search import AS_ASKED, Search
 from longhaul.memory.simulate import simulate, trace_real_run
 from model import GIB

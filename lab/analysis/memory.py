@@ -19,6 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from base.flags import PRECISIONS
+from footprint.device import HALF_SINCE, Card
 from footprint.tracker import NO_STORAGE, Tracker
 from lab.analysis import run
 from lab.analysis.autoencoder import Autoencoder
@@ -28,10 +30,11 @@ from lab.analysis.precision import at_precision
 from lab.analysis.samples import Rows
 from longhaul import kernels
 from longhaul.kinds import attention_kind
+from longhaul.memory.advise import Task, smaller_batches
 from longhaul.memory.needs import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.plan import flag_of
 from longhaul.memory.platforms import predicting
-from longhaul.memory.search import Lever
+from longhaul.memory.search import Found, Lever, placed
 from longhaul.memory.workspace import Workspaces
 from model import GIB, Decoder, ModelConfig
 
@@ -437,11 +440,53 @@ def fewer_layers(asked: Analysed, count: int) -> Analysed:
     return asked.measure(layers=",".join(str(chosen[index]) for index in kept))
 
 
-def levers(asked: Analysed) -> Iterator[Lever]:
-    """What is measured otherwise, and in the end of fewer layers, from the first to the last."""
+def changes(asked: Analysed, card: Card) -> Iterator[Lever]:
+    """Half precision, smaller batches, what is measured otherwise, in the end fewer layers, from
+    the first to the last, and the CPU.
+    """
+    # what is compared begins with the model in float32
+    if asked.config.compute_dtype == "float32" and not asked.measures.compare:
+        half = "bf16" if card.cc >= HALF_SINCE else "fp16"
+        yield Lever(f"{half} instead of fp32", functools.partial(in_precision, name=half))
+    for rows in smaller_batches(asked.batch_size):
+        yield Lever(f"micro-batches of {rows}", functools.partial(in_batches, rows=rows))
     yield Lever(f"rows in parts of {CHUNK:,}", in_parts)
     yield Lever("no sparse autoencoder (--skip-sae)", lambda asked: asked.measure(skip_sae=True))
     layers = len(asked.measures.chosen(asked.config))
     while layers > 1:
         layers //= 2
         yield Lever(f"{layers} layers (--layers)", functools.partial(fewer_layers, count=layers))
+    yield Lever("the CPU", lambda asked: dataclasses.replace(asked, device="cpu"))
+
+
+def in_precision(asked: Analysed, name: str) -> Analysed:
+    """With the weights and activations of a precision."""
+    config = dataclasses.replace(asked.config, compute_dtype=PRECISIONS[name])
+    return dataclasses.replace(asked, config=config)
+
+
+def in_batches(asked: Analysed, rows: int) -> Analysed:
+    """With so many rows at once."""
+    return dataclasses.replace(asked, batch_size=rows)
+
+
+# ---- for --advise
+
+
+def judged(room: int, asked: Analysed) -> Found:
+    """The highest peak of the simulated parts, next to a device of `room` bytes."""
+    found = planned(asked)
+    return placed(found.peaks[found.largest], int(found.gib * GIB), room)
+
+
+def notes(asked: Analysed, card: Card) -> list[str]:
+    """What the figures assume."""
+    if card.cc >= HALF_SINCE:
+        return []
+    return [
+        "in fp16 the figures assume FlashAttention, which needs capability 8.0: the kernel of "
+        "this card also holds keys and values for each query head"
+    ]
+
+
+TASK = Task(judged, changes, notes)

@@ -240,6 +240,9 @@ profile --solve everything
 profile --solve levers --gpu "RTX 9999"
 profile --advise --gpu "RTX 9999"
 profile --advise --nproc 2
+profile --advise --vram -3
+profile --advise --gpu H100 --cc 7
+profile --advise --gpu "RTX 3060 Ty"
 profile --task paint
 profile --compile
 profile --dtype fp16
@@ -250,6 +253,11 @@ profile --snapshot x --device cpu
 profile --batch-size 0
 profile --contxt_length 5
 profile --optimizer sgd
+profile --model_size 5B
+profile --nproc 3 --dp_replicate 2
+profile --measure
+profile --advise
+profile --gpus -1
 verify --foo
 verify --seq_len 0
 verify --seq_len 1000000000000
@@ -434,6 +442,23 @@ step --hf {hf} --seq 0
 step --hf {hf} --json {folder}
 step --hf {hf} --json /dev/full
 step --hf {hf} --svg /nonexistent/x.svg
+step --step {program}
+step --step {step} --seq 8
+step --step {step} --solve context
+step --step {step} --dtype bf16
+step --step {step} --advise --vram 8
+step --step {step} --fsdp 2
+step --step {step} --svg {folder}
+step --step {step} --depth 0
+step --hf {hf} --advise
+step --hf {hf} --advise --device cpu
+step --hf {hf} --advise --solve batch
+step --hf {hf} --gpus 2
+step --hf {hf} --cc 86
+step --hf {hf} --gpu H100 --device cpu
+step --hf {hf} --answer x=3
+step --hf {hf} --answer "x.py:3=y z"
+step --hf {hf} --fsdp 0
 generate --checkpoint {torn_run}
 generate --checkpoint {zipped_pickle}
 evaluate --checkpoint {distributed}
@@ -505,8 +530,8 @@ decoding --context_length 0
 # What to do stands behind the last ": ".
 REMEDY = re.compile(
     r".*: (give|use|choose|drop|name|keep|run|prepare|did you mean|add|repair|wait|make|check|"
-    r"leave|change|take|free|see|mend|restore|convert to|remove|every value follows|--help lists|"
-    r"allowed (is|are)) .*"
+    r"leave|change|take|free|see|mend|restore|convert to|remove|define|call|every value follows|"
+    r"--help lists|allowed (is|are)) .*"
 )
 NEEDS_NO_GPU = re.compile(r"--device cuda( |$)")
 
@@ -561,6 +586,8 @@ def names(tmp_path_factory) -> dict[str, Path]:
         wrong_type="lr = true\n",
         huge="seed = 99999999999999999999\n",
         torn="lr = ",
+        program="lr = 1e-3\n",
+        step="import torch\ndef build(): return torch.nn.Linear(8, 8)\ndef step(model): ...\n",
         labels='{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n' * 20,
     )
     endings = dict(
@@ -571,6 +598,8 @@ def names(tmp_path_factory) -> dict[str, Path]:
         torn_zst=".txt.zst",
         torn_gz=".txt.gz",
         no_shares=".toml",
+        program=".py",
+        step=".py",
         labels=".jsonl",
     )
     for name, content in contents.items():

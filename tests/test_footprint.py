@@ -60,7 +60,7 @@ def check_peak(build, step):
     assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", few_fast(STEPS, 5))
+@pytest.mark.parametrize("name", few_fast(STEPS, 6))
 def test_the_predicted_peak_is_what_the_allocator_records(name):
     recorded = measure(*STEPS[name])
     assert predicted(name, "cpu").peak == pytest.approx(recorded, abs=TOLERANCE)

@@ -10,6 +10,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp
 
 from footprint import measure, predict
 from tests.footprint_models import trained
+from tests.tiers import slow
 
 TOLERANCE = 12  # bytes
 
@@ -93,8 +94,8 @@ DERIVATIVES = (
     of_the_weights,
     forward_jacobian,
     backward_jacobian,
-    jacobian_row_by_row,
-    jacobian_by_columns,
+    slow(jacobian_row_by_row),
+    slow(jacobian_by_columns),
     product_by_two_backwards,
     forward_over_backward,
     second_derivatives,

@@ -207,6 +207,7 @@ def forget_speeds():
     flops._speeds.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_step_on_this_cpu_takes_about_as_much_cpu_time_as_planned(process_time):
     """Within a factor of two on an idle machine; of three here, where other tests may run."""
     cfg = TrainConfig(model_size="tiny", context_length=2048, device="cpu")
@@ -287,6 +288,7 @@ def test_cached_files_of_a_cgroup_count_as_available(monkeypatch, tmp_path):
     assert planner.host_available_bytes() == 13 * GIB
 
 
+@pytest.mark.slow
 def test_the_last_lever_allows_one_rank_per_row_and_the_one_before_two(monkeypatch):
     monkeypatch.setattr(planner, "host_available_bytes", lambda: 512 * GIB)
     world = World(size=2, local_size=2)

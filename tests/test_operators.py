@@ -19,7 +19,7 @@ FAST = [
     *("gather", "index", "sort by row", "topk by row", "max by row", "kthvalue by row"),
     *("argmax", "count_nonzero by row", "prod", "max", "multi_margin_loss", "cross_entropy"),
     *("flatten", "complex product", "group_norm", "attention"),
-    *("layer_norm", "layer_norm with weights", "batch_norm", "nll_loss", "matmul"),
+    *("layer_norm", "layer_norm with weights", "batch_norm", "nll_loss"),
 ]
 # whose copies and unreduced losses are known, so that nothing is left out
 KNOWN = [

@@ -292,8 +292,6 @@ CASES |= {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_predicted_peak_is_what_the_allocator_records(name):
-    if name == "LSTM without biases" and torch.__version__ < (2, 13):
-        pytest.skip("6% too high on torch 2.12, as docs/FOOTPRINT.md says under Limits")
     build, step = trained_on(*CASES[name])
     assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
 

@@ -309,6 +309,9 @@ profile --solve everything
 profile --solve levers --gpu "RTX 9999"
 profile --advise --gpu "RTX 9999"
 profile --advise --nproc 2
+profile --advise --vram -3
+profile --advise --gpu H100 --cc 7
+profile --advise --gpu "RTX 3060 Ty"
 profile --task paint
 profile --compile
 profile --dtype fp16
@@ -333,6 +336,11 @@ profile --task analysis --nproc 2
 profile --task analysis --measure
 profile --task analysis --html {new}
 profile --task analysis --num_samples 0
+profile --model_size 5B
+profile --nproc 3 --dp_replicate 2
+profile --measure
+profile --advise
+profile --gpus -1
 verify --foo
 verify --seq_len 0
 verify --seq_len 1000000000000
@@ -534,6 +542,23 @@ step --hf {hf} --seq 0
 step --hf {hf} --json {folder}
 step --hf {hf} --json /dev/full
 step --hf {hf} --svg /nonexistent/x.svg
+step --step {program}
+step --step {step} --seq 8
+step --step {step} --solve context
+step --step {step} --dtype bf16
+step --step {step} --advise --vram 8
+step --step {step} --fsdp 2
+step --step {step} --svg {folder}
+step --step {step} --depth 0
+step --hf {hf} --advise
+step --hf {hf} --advise --device cpu
+step --hf {hf} --advise --solve batch
+step --hf {hf} --gpus 2
+step --hf {hf} --cc 86
+step --hf {hf} --gpu H100 --device cpu
+step --hf {hf} --answer x=3
+step --hf {hf} --answer "x.py:3=y z"
+step --hf {hf} --fsdp 0
 generate --checkpoint {torn_run}
 generate --checkpoint {zipped_pickle}
 evaluate --checkpoint {distributed}
@@ -657,8 +682,8 @@ SLOW = {
 # What to do stands behind the last ": ".
 REMEDY = re.compile(
     r".*: (give|use|choose|drop|name|keep|run|prepare|did you mean|add|repair|wait|make|check|"
-    r"leave|change|take|free|see|mend|restore|convert to|remove|every value follows|--help lists|"
-    r"allowed (is|are)) .*"
+    r"leave|change|take|free|see|mend|restore|convert to|remove|define|call|every value follows|"
+    r"--help lists|allowed (is|are)) .*"
 )
 NEEDS_NO_GPU = re.compile(r"--device cuda( |$)")
 
@@ -720,6 +745,8 @@ def names(tmp_path_factory) -> dict[str, Path]:
         no_device="device = 'tpu'\n",
         line_end='"lr\\nx" = 1\n',
         twice_dashed="[a]\nsave_every = 3\n[b]\nsave-every = 4\n",
+        program="lr = 1e-3\n",
+        step="import torch\ndef build(): return torch.nn.Linear(8, 8)\ndef step(model): ...\n",
         labels='{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n' * 20,
     )
     endings = dict(
@@ -730,6 +757,8 @@ def names(tmp_path_factory) -> dict[str, Path]:
         torn_zst=".txt.zst",
         torn_gz=".txt.gz",
         no_shares=".toml",
+        program=".py",
+        step=".py",
         labels=".jsonl",
     )
     for name, content in contents.items():

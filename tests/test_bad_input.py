@@ -197,7 +197,7 @@ train --attention_type indexed --blocks budget=64
 train --attention_type indexed --compile
 train --attention_type indexed --attention_head_groups 2
 train --attention_type indexed --indexer_warmup 2
-train --attention_type indexed --indexer_warmup 1 --optimizer_in_backward --grad_clip 0
+train --attention_type indexed --indexer_warmup 1 --grad_clip 0 --optimizer_in_backward
 train --attention_type indexed --context_parallel_size 2 --context_parallel_mode ulysses
 train --rope_theta nan
 train --rope_scaling ntk
@@ -329,9 +329,9 @@ profile --task intuitor --kl k2
 profile --task intuitor --attention_type nsa
 profile --task intuitor --max_response_length 9 --device cpu --batch_size 99999999
 profile --task intuitor --max_response_length 9 --device cpu --solve levers
-profile --task intuitor --max_response_length 9 --device cpu --advise --vram 8
+profile --task intuitor --max_response_length 9 --vram 8 --device cpu --advise
 profile --task analysis --layers 4
-profile --task analysis --solve levers --vram 8
+profile --task analysis --vram 8 --solve levers
 profile --task analysis --nproc 2
 profile --task analysis --measure
 profile --task analysis --html {new}
@@ -546,7 +546,7 @@ step --step {program}
 step --step {step} --seq 8
 step --step {step} --solve context
 step --step {step} --dtype bf16
-step --step {step} --advise --vram 8
+step --step {step} --vram 8 --advise
 step --step {step} --fsdp 2
 step --step {step} --svg {folder}
 step --step {step} --depth 0
@@ -577,7 +577,7 @@ grade --blocks sel_count=3
 grade --max_new_tokens 0
 grade --max_new_tokens 64
 grade --gumbel_topk 100000
-grade --gumbel_topk -1 --method all
+grade --method all --gumbel_topk -1
 grade --tau_start 0
 grade --tau_end nan
 grade --kl_coef -0.1
@@ -673,6 +673,11 @@ NAMELESS = {
     "kernels --device cpu",
     "profile --json /dev/full",
     "step --hf {hf} --json /dev/full",
+    "profile --advise",
+    "step --hf {hf} --advise",
+    "policy --checkpoint {run}",
+    "policy --data {data}",
+    "intuitor --reward label",
 }
 # Each plans a run for several seconds, as `train --batch_size 1000000` does.
 SLOW = {

@@ -198,7 +198,8 @@ class ProfileAnalysis(Profiler, Measures, TrainConfig):
                 )
         if self.solve != "none":
             raise ValueError(
-                "--solve is about training: --advise finds what an analysis can change"
+                "--solve is about training: drop --solve, and --advise finds what an analysis can "
+                "change"
             )
         if self.nproc > 1 or self.gpus > 1:
             raise ValueError("one process analyses a model: drop --nproc and --gpus")

@@ -39,9 +39,12 @@ def layer(x_TBI: Tensor, *args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def layer_backward(*args) -> tuple[Tensor, ...]:
-    """The gradients of the two biases are two tensors; in the imitation they are one."""
+    """The gradients of the two biases [4H] are two tensors; in the imitation they are one, which
+    without biases has another shape on torch 2.12.
+    """
     gradients = list(BACKWARD(*args))
-    gradients[4] = torch.empty_like(gradients[3])
+    numbers = 4 * args[2].shape[1]
+    gradients[3:5] = (gradients[3].new_empty(numbers) for _ in range(2))
     return tuple(gradients)
 
 

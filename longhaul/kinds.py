@@ -312,7 +312,9 @@ def read_with(config: ModelConfig, attention: str | None, blocks: Collection[str
     """
     if attention is None:
         if blocks:
-            raise ValueError(f"--blocks {' '.join(blocks)} needs --attention_type")
+            raise ValueError(
+                f"--blocks {' '.join(blocks)} needs --attention_type: add that, or drop --blocks"
+            )
         return config
     if config.attention.name != "standard":
         raise ValueError(

@@ -5,8 +5,10 @@ Small tensors are faster with one thread, and results then do not depend on the 
 
 import base.installed  # noqa: F401  (first: torch reads what it sets only once)
 
+import gc
 import importlib.metadata
 import os
+import sys
 import time
 
 import pytest
@@ -34,9 +36,24 @@ def pytest_runtest_setup(item: pytest.Item):
     """Skip a slow test that would begin after SLOW_UNTIL, in seconds since 1970: on a slow machine
     CI has no time for all of them.
     """
+    leave_imports_out(item.session)
     until = float(os.environ.get("SLOW_UNTIL", "inf"))
     if item.get_closest_marker("slow") and time.time() > until:
         pytest.skip("a slow test that would begin after SLOW_UNTIL")
+
+
+IMPORTED = pytest.StashKey[int]()  # how many modules there were the last time
+
+
+def leave_imports_out(session: pytest.Session):
+    """Python looks for garbage among what tests make, not among what imports have made: a million
+    objects take 0.25 s, and `footprint.measure` looks each time.
+    """
+    count = len(sys.modules)
+    if count > session.stash.get(IMPORTED, 0):
+        session.stash[IMPORTED] = count
+        gc.collect()
+        gc.freeze()
 
 
 def can_interpret() -> bool:
@@ -50,13 +67,12 @@ def version(package: str) -> tuple[int, ...]:
 
 # The test files that take longest, first. Whoever runs them last keeps the others waiting.
 LONG_FILES = (
-    "test_on_gpu",
     "test_kill",
     "test_simulate",
     "test_context",
     "test_hosts",
     "test_rehearsal",
-    "test_grade_run",
+    "test_policy_run",
     "test_docs",
     "test_operators",
     "test_fused_nsa",
@@ -65,7 +81,6 @@ LONG_FILES = (
     "test_analysis_run",
     "test_memory_posttrain",
     "test_nsa_model",
-    "test_intuitor_run",
     "test_train",
     "test_nsa",
 )

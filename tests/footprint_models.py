@@ -204,6 +204,18 @@ def with_optimizer(model, optimizer=torch.optim.AdamW, **options):
     return build
 
 
+def trained(model, loss, optimizer=torch.optim.AdamW):
+    """(build, step) that trains `loss(model)`."""
+
+    def step(state):
+        model, optimizer = state
+        loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return with_optimizer(model, optimizer), step
+
+
 def on_tokens(model=Transformer, optimizer=None, **options):
     return optimizer or with_optimizer(model), functools.partial(train, batch=tokens, **options)
 

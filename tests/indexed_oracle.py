@@ -7,6 +7,8 @@ indexer, N blocks.
 
 import torch
 
+from tests.oracle import attend
+
 
 def scores(q_BTGE, k_BT1E, block: int) -> torch.Tensor:
     """[B, T, G, N]: the largest logit of each block, of the keys that are not after the query."""
@@ -17,11 +19,13 @@ def scores(q_BTGE, k_BT1E, block: int) -> torch.Tensor:
     return torch.stack([part.max(-1).values for part in logits.split(block, dim=-1)], -1)
 
 
-def choose(scores_BTGN: torch.Tensor, sizes) -> torch.Tensor:
-    """bool [B, T, G, N]: forced blocks, and the best others, the lower index on a tie."""
+def choose(scores_BTGN: torch.Tensor, sizes, first: int = 0) -> torch.Tensor:
+    """bool [B, T, G, N]: forced blocks, and the best others, the lower index on a tie; of queries
+    from the position `first` on.
+    """
     reads = torch.zeros_like(scores_BTGN, dtype=torch.bool)
     for b, t, g in torch.cartesian_prod(*map(torch.arange, scores_BTGN.shape[:3])).tolist():
-        own = t // sizes.block
+        own = (first + t) // sizes.block
         forced = set(range(min(sizes.init, own + 1)))
         forced |= set(range(max(0, own + 1 - sizes.local), own + 1))
         found = scores_BTGN[b, t, g].tolist()
@@ -41,11 +45,10 @@ def outputs(inputs, sizes, warming: bool = False) -> tuple[torch.Tensor, ...]:
 
     keys = reads.repeat_interleave(sizes.block, -1)[..., :T]
     keys = keys & torch.ones(T, T, dtype=torch.bool).tril()[:, None]
-    logits = torch.einsum("btgmk,bsgk->btgms", q.unflatten(2, (G, -1)), k) / q.shape[-1] ** 0.5
-    p = logits.masked_fill(~keys[:, :, :, None], -torch.inf).softmax(-1)
-    o = torch.einsum("btgms,bsgk->btgmk", p, v).flatten(2, 3)
+    visible = keys.transpose(1, 2).repeat_interleave(q.shape[2] // G, 1)
+    o, _, p = attend(q, k, v, visible)
 
-    mean = p.detach().mean(3)
+    mean = p.detach().unflatten(1, (G, -1)).mean(2).transpose(1, 2)
     mass = torch.stack([part.sum(-1) for part in mean.split(sizes.block, dim=-1)], -1)
     share = found.masked_fill(~reads, -torch.inf).log_softmax(-1)
     terms = torch.xlogy(mass, mass) - mass * share.masked_fill(~reads, 0.0)

@@ -11,11 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
 import train
 from base.flags import underscored
+from data.dataset import Dataset
+from data.sources import TextFiles
+from data.tokenizer import Tokenizer
 from data.writer import write_dataset
 from longhaul import kernels, step
 from longhaul.config import TrainConfig
@@ -84,7 +88,7 @@ def dataset(folder: Path, rows: int = 40) -> Path:
     return folder
 
 
-def arguments(folder: Path, out: Path, *more: str) -> list[str]:
+def arguments(folder: Path | str, out: Path, *more: str) -> list[str]:
     """Flags of a small run of the data in `folder`. Of a flag that is given twice the last holds;
     one of `more` may hold several flags.
     """
@@ -153,7 +157,7 @@ def records(out: Path) -> list[dict]:
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     """What the last rank's shard of the newest checkpoint holds."""
-    return load_file(sorted(out.glob("step-*/rank-*"))[-1])
+    return load_file(max(out.glob("step-????????/rank-*")))
 
 
 def same_bits(first: Path, second: Path) -> bool:
@@ -181,3 +185,38 @@ def final_bits(out: Path) -> list[bytes]:
 def exit_record(out: Path) -> dict:
     """exit.json of a run."""
     return json.loads((out / "exit.json").read_text())
+
+
+# ---------------------------------------------------------------------- data sets, and refusals
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a data set, by their names."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def written_texts(dataset: Dataset) -> list[str]:
+    """The text of every document, training first."""
+    tokenizer = Tokenizer(dataset.tokenizer_path)
+    found = []
+    for split in dataset.splits.values():
+        for document in range(split.num_documents):
+            ids = split.read(document, 0, 10**9).tolist()
+            assert ids[-1] == dataset.eod_id and dataset.eod_id not in ids[:-1]
+            found.append(tokenizer.decode(ids))
+    return found
+
+
+def read_texts(*named: Path | str, **settings) -> list[str]:
+    """The documents of files and folders, as a preparation reads them."""
+    return [document.text for document in TextFiles(named, **settings).documents()]
+
+
+def refused(capsys: pytest.CaptureFixture, main: Callable, words: list, code: int = 2) -> str:
+    """The one line with which a command refuses these words."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main([str(word) for word in words])
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == code
+    return line

@@ -1,8 +1,8 @@
-"""Dense float64 attention, written straight from the equations: the truth that every faster version
-is tested against.
+"""Native Sparse Attention, dense and in float64, written straight from the equations: the truth
+that every faster version is tested against.
 
 One document, nothing chunked, every probability matrix whole: meant for at most a few thousand
-tokens. Gradients come from autograd. Imports torch only.
+tokens. Gradients come from autograd.
 
 Letters: B batch, T tokens, H query heads, G KV heads, M = H/G query heads per KV head, K head dim,
 N compressed blocks (block i covers tokens i*s .. i*s+l-1), J selection blocks (block j covers j*l'
@@ -11,33 +11,20 @@ N compressed blocks (block i covers tokens i*s .. i*s+l-1), J selection blocks (
 
 import torch
 
-
-def _attend(q_BTHK, k_BSGK, v_BSGK, visible):
-    """softmax(q k / sqrt(K)) v over the visible keys, and the probabilities; a row that sees
-    nothing is exactly zero.
-    """
-    q = q_BTHK.double()
-    group = q.shape[2] // k_BSGK.shape[2]
-    k, v = (x.double().repeat_interleave(group, dim=2) for x in (k_BSGK, v_BSGK))
-    logits_BHTS = torch.einsum("bthk,bshk->bhts", q, k) / q.shape[-1] ** 0.5
-    logits_BHTS = logits_BHTS.masked_fill(
-        ~visible, -1e300
-    )  # finite, so that a blind row's softmax has gradients
-    p_BHTS = torch.softmax(logits_BHTS, -1) * visible
-    return torch.einsum("bhts,bshk->bthk", p_BHTS, v), p_BHTS
+from tests.oracle import attend
 
 
-def causal(q_BTHK, k_BTGK, v_BTGK):
-    """Standard causal attention."""
-    t = torch.arange(q_BTHK.shape[1])
-    return _attend(q_BTHK, k_BTGK, v_BTGK, t[None, :] <= t[:, None])[0]
+def attend_double(q_BTHK, k_BSGK, v_BSGK, visible):
+    """`attend` in float64."""
+    return attend(q_BTHK.double(), k_BSGK.double(), v_BSGK.double(), visible)
 
 
 def compressed(q_BTHK, k_cmp_BNGK, v_cmp_BNGK, cfg):
     """Equation 3: attention over compressed blocks that ended; returns o_BTHK and p_BHTN."""
     t, i = torch.arange(q_BTHK.shape[1]), torch.arange(k_cmp_BNGK.shape[1])
     visible_TN = i[None, :] * cfg.cmp_stride + cfg.cmp_block - 1 <= t[:, None]
-    return _attend(q_BTHK, k_cmp_BNGK, v_cmp_BNGK, visible_TN)
+    o_BTHK, _, p_BHTN = attend_double(q_BTHK, k_cmp_BNGK, v_cmp_BNGK, visible_TN)
+    return o_BTHK, p_BHTN
 
 
 def importance(p_BHTN, G, cfg):
@@ -58,8 +45,9 @@ def nsa(q_BTHK, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates_BTH3, cfg, chose
     t, u = torch.arange(T)[:, None], torch.arange(T)[None, :]
     chosen_BGTT = chosen_BTGJ.transpose(1, 2).repeat_interleave(cfg.sel_block, -1)[..., :T]
     o_cmp, _ = compressed(q_BTHK, k_cmp, v_cmp, cfg)
-    o_slc, _ = _attend(q_BTHK, k_slc, v_slc, chosen_BGTT.repeat_interleave(M, 1) & (u <= t))
-    o_win, _ = _attend(q_BTHK, k_win, v_win, (u <= t) & (u > t - cfg.window))
+    visible = chosen_BGTT.repeat_interleave(M, 1) & (u <= t)
+    o_slc, *_ = attend_double(q_BTHK, k_slc, v_slc, visible)
+    o_win, *_ = attend_double(q_BTHK, k_win, v_win, (u <= t) & (u > t - cfg.window))
     g = gates_BTH3.double().unsqueeze(-2)
     return g[..., 0] * o_cmp + g[..., 1] * o_slc + g[..., 2] * o_win, o_cmp, o_slc, o_win
 

@@ -25,6 +25,19 @@ def rotate(x_THK, theta):
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
+def attend(q_BTHK, k_BSGK, v_BSGK, visible):
+    """(o_BTHK, lse_BHT, p_BHTS) of softmax(q k^T / sqrt(K)) v over the visible keys, a mask that is
+    broadcast to [B, H, T, S]; a query that sees nothing gets exactly 0. float64 alone.
+    """
+    group = q_BTHK.shape[2] // k_BSGK.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k_BSGK, v_BSGK))
+    logits_BHTS = torch.einsum("bthk,bshk->bhts", q_BTHK, k) / q_BTHK.shape[-1] ** 0.5
+    # finite, so that a blind query's softmax has gradients
+    logits_BHTS = logits_BHTS.masked_fill(~visible, -1e300)
+    p_BHTS = logits_BHTS.softmax(-1) * visible
+    return torch.einsum("bhts,bshk->bthk", p_BHTS, v), logits_BHTS.logsumexp(-1), p_BHTS
+
+
 def causal_attention(q_THK, k_TGK, v_TGK):
     """softmax(q k^T / sqrt(K), over the keys at or before the query) v; query head h reads key head
     h // (H/G).

@@ -168,8 +168,12 @@ def test_the_example_passes_every_check_of_verify_kind(kind):
     assert passed(kind) == ALL
 
 
-def test_native_sparse_attention_passes_every_check():
-    assert passed(NSAConfig(8, 4, 32, 4, window=32)) == ALL
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [NSAConfig(8, 4, 32, 4, window=32), test_selectors.SELECTORS["pooled"]]
+)
+def test_kinds_of_longhaul_pass_every_check(settings):
+    assert passed(settings) == ALL
 
 
 def broken(kind, **methods):
@@ -197,6 +201,7 @@ def test_a_kind_that_reads_the_future_fails_that_check(kind):
     assert passed(wrong) == ALL | dict(future=False, cache=False)
 
 
+@pytest.mark.slow
 def test_a_kind_whose_documents_see_each_other_fails_that_check(kind):
     def packed(layer, inputs, rope, documents):
         return layer.attend_document(*inputs)

@@ -10,39 +10,22 @@ import pytest
 import torch
 
 import train
-from benchmarks import attention, selectors
+from benchmarks import attention, on_gpu, selectors
 from data import recall
 
 
 @pytest.mark.slow
-def test_the_attention_benchmark_prints_a_table_and_draws_it(monkeypatch, capsys, tmp_path):
+def test_the_attention_benchmark_prints_a_table_and_draws_it(capsys, tmp_path):
+    """At the toy size of benchmarks.on_gpu."""
+    (toy,) = {row.toy for row in on_gpu.ROWS if row.name.startswith("attention")}
     picture = tmp_path / "attention.svg"
-    monkeypatch.setattr(
-        "sys.argv",
-        [
-            "attention",
-            "--tokens",
-            "500",
-            "--dtypes",
-            "fp32",
-            "--what",
-            "forward",
-            "training",
-            "decode",
-            "--svg",
-            str(picture),
-        ],
-    )
-    attention.main()
-    rows = re.findall(
-        r"^\| (\w+) \| fp32 \| ([\d,]+) \| .* \| ([\d.]+) \|$", capsys.readouterr().out, re.M
-    )
-    assert [row[:2] for row in rows] == [
-        (what, "500") for what in ("forward", "training", "decode")
-    ]
+    attention.main([*toy.split()[2:], "--svg", str(picture)])
+    pattern = r"^\| (\w+) \| bf16 \| (300) \| .* \| ([\d.]+) \|$"
+    rows = re.findall(pattern, capsys.readouterr().out, re.M)
+    assert [row[0] for row in rows] == ["training", "decode"]
     assert all(float(ratio) > 0 for *_, ratio in rows)
     drawn = ElementTree.parse(picture).getroot()
-    assert len(drawn.findall("{*}circle")) == 3
+    assert len(drawn.findall("{*}circle")) == 2
 
 
 @pytest.mark.slow
@@ -126,6 +109,7 @@ def test_models_are_read_and_trained_with_selectors_and_a_second_call_repeats_no
     assert "seed-7" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_times_of_selectors_are_printed_next_to_sdpa(capsys):
     assert selectors.main(["--times", "500", "--blocks", "4"]) == 0
     table = capsys.readouterr().out

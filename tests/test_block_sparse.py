@@ -1,6 +1,7 @@
 """The engine of block-sparse attention and its plain version against a dense float64 oracle."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from longhaul.memory.platforms import Bodies
 from longhaul.memory.workspace import Workspaces
 from longhaul.sparse import block_sparse_attention, engine
 from longhaul.sparse.plain import plain_block_sparse_attention
+from tests.oracle import attend
+from tests.tiers import slow
 
 BOTH = pytest.mark.parametrize(
     "attention", [plain_block_sparse_attention, block_sparse_attention], ids=["plain", "engine"]
@@ -31,44 +34,30 @@ def by_triton(function):
     return run
 
 
-EVERY = pytest.mark.parametrize(
-    "attention",
-    [plain_block_sparse_attention, block_sparse_attention, by_triton(block_sparse_attention)],
-    ids=["plain", "engine", "triton"],
-)
+ATTENTIONS = {
+    "plain": plain_block_sparse_attention,
+    "engine": block_sparse_attention,
+    "triton": by_triton(block_sparse_attention),
+}
+EVERY = pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
 # NumPy, which interprets the kernels, warns of infinities that they expect.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 CPU = torch.device("cpu")
 
 
-# ---- the oracle: one document of one row
-
-
-def reads(chosen_TGn, S, block):
-    """[T,G,S]: which keys the last T of S queries read."""
-    T, G, _ = chosen_TGn.shape
-    read_TGS = torch.zeros(T, G, S, dtype=torch.bool)
-    for t in range(T):
-        for g in range(G):
-            for j in chosen_TGn[t, g].tolist():
-                if j >= 0:
-                    read_TGS[t, g, j * block : (j + 1) * block] = True
-        read_TGS[t, :, S - T + t + 1 :] = False
-    return read_TGS
+# ---- the oracle
 
 
 def oracle(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, block):
     """(o, lse) of rows that are one document each; every query reads a key."""
+    T, S = q_BTHK.shape[1], k_BSGK.shape[1]
     M = q_BTHK.shape[2] // k_BSGK.shape[2]
-    results = []
-    for q_THK, k_SGK, v_SGK, chosen_TGn in zip(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn):
-        read_THS = reads(chosen_TGn, len(k_SGK), block).repeat_interleave(M, 1)
-        k_SHK, v_SHK = (x.repeat_interleave(M, 1) for x in (k_SGK, v_SGK))
-        logits_THS = torch.einsum("thk,shk->ths", q_THK, k_SHK) / q_THK.shape[-1] ** 0.5
-        logits_THS = logits_THS.masked_fill(~read_THS, -torch.inf)
-        o_THK = torch.einsum("ths,shk->thk", logits_THS.softmax(-1), v_SHK)
-        results.append((o_THK, logits_THS.logsumexp(-1)))
-    return tuple(torch.stack(part) for part in zip(*results))
+    key_S = torch.arange(S)
+    chosen_BTGS = (chosen_BTGn[..., None] == key_S // block).any(3)
+    visible_BTGS = chosen_BTGS & (key_S <= torch.arange(S - T, S)[:, None, None])
+    visible_BHTS = visible_BTGS.transpose(1, 2).repeat_interleave(M, 1)
+    o_BTHK, lse_BHT, _ = attend(q_BTHK, k_BSGK, v_BSGK, visible_BHTS)
+    return o_BTHK, lse_BHT.transpose(1, 2)
 
 
 # ---- inputs
@@ -130,43 +119,45 @@ def small_chunks(monkeypatch):
 # ---- exactness
 
 
-@EVERY
+SIZES = [
+    dict(B=2, T=27),
+    dict(T=21, S=76, M=4),
+    dict(T=3, S=76, block=64, n=2),
+    dict(T=130, G=1, M=4, block=64, n=2, K=80),
+]
+MORE_SIZES = [dict(T=64, M=1), dict(T=1, S=76, M=8), dict(T=1), dict(T=40, n=1)]
+
+
 @pytest.mark.parametrize(
-    "sizes",
+    "name, sizes",
     [
-        dict(B=2, T=27),
-        dict(T=64, M=1),
-        dict(T=21, S=76, M=4),
-        dict(T=1, S=76, M=8),
-        dict(T=3, S=76, block=64, n=2),
-        dict(T=1),
-        dict(T=130, G=1, M=4, block=64, n=2, K=80),
-        dict(T=40, n=1),
+        *itertools.product(ATTENTIONS, SIZES),
+        *itertools.product(("plain", "engine"), MORE_SIZES),
+        *[slow("triton", sizes) for sizes in MORE_SIZES],
     ],
     ids=str,
 )
-def test_results_and_gradients_are_those_of_the_oracle(attention, sizes, small_chunks):
+def test_results_and_gradients_are_those_of_the_oracle(name, sizes, small_chunks):
     block = sizes.get("block", 8)
     qkv, chosen, upstream = operands(**sizes)
-    found = results(attention, qkv, chosen, upstream, block)
+    found = results(ATTENTIONS[name], qkv, chosen, upstream, block)
     for x, y in zip(found, truth(qkv, chosen, upstream, block), strict=True):
         assert error(x, y) <= 1e-5
-    if attention is plain_block_sparse_attention:
-        exact = results(attention, [x.double() for x in qkv], chosen, upstream, block)
+    if name == "plain":
+        exact = results(ATTENTIONS[name], [x.double() for x in qkv], chosen, upstream, block)
         assert exact[1].dtype == torch.float64
         for x, y in zip(exact, truth(qkv, chosen, upstream, block), strict=True):
             assert error(x, y) <= 1e-12
 
 
-@EVERY
-def test_each_result_alone_has_its_own_gradients(attention):
+@pytest.mark.parametrize("name", ["plain", "engine", slow("triton")])
+def test_each_result_alone_has_its_own_gradients(name):
     qkv, chosen, (do, dlse) = operands(T=27)
     zeros = (torch.zeros_like(do), torch.zeros_like(dlse))
-    for name, upstream in (("o", (do, zeros[1])), ("lse", (zeros[0], dlse))):
+    for number, upstream in enumerate([(do, zeros[1]), (zeros[0], dlse)]):
         leaves = [x.requires_grad_() for x in qkv]
-        o, lse = attention(*leaves, chosen, 8)
-        result, gradient = (o, do) if name == "o" else (lse, dlse)
-        found = torch.autograd.grad(result, leaves, gradient, allow_unused=True)
+        result = ATTENTIONS[name](*leaves, chosen, 8)[number]
+        found = torch.autograd.grad(result, leaves, upstream[number], allow_unused=True)
         for x, y in zip(found, truth(qkv, chosen, upstream)[2:], strict=True):
             assert (y.norm() == 0 and (x is None or x.norm() == 0)) or error(x, y) <= 1e-5
 
@@ -178,6 +169,7 @@ class Fp32Products(Platform):
         return torch.float32
 
 
+@pytest.mark.usefixtures("products_in_their_dtype")
 @pytest.mark.parametrize(
     "dtype, K, machine, T",
     [
@@ -220,50 +212,6 @@ def test_a_query_without_an_own_block_or_without_any_block_reads_none(attention)
     for x, y in zip((o, lse, dq), wanted, strict=False):
         assert error(x[keep_BTH], y[keep_BTH]) <= 1e-5
     assert error(dk, wanted[3]) <= 1e-5 and error(dv, wanted[4]) <= 1e-5
-
-
-# ---- documents and parts
-
-
-@EVERY
-def test_packed_documents_equal_separate_ones_and_do_not_leak(attention, small_chunks):
-    lengths = (9, 1, 17, 3)
-    cu_seqlens = torch.tensor([0, 9, 10, 27, 30], dtype=torch.int32)
-    qkv, _, (do, dlse) = operands(B=2, T=30)
-    generator = torch.Generator().manual_seed(1)
-    choices = [choose(generator, 2, length, length, 2, 8, 5) for length in lengths]
-    chosen = torch.cat(choices, 1)
-    found = results(attention, qkv, chosen, (do, dlse), cu_seqlens=cu_seqlens)
-
-    split = [x.split(lengths, 1) for x in (*qkv, chosen, do, dlse)]
-    separate = [
-        results(attention, parts[:3], parts[3], parts[4:]) for parts in zip(*split, strict=True)
-    ]
-    for x, parts in zip(found, zip(*separate, strict=True), strict=True):
-        assert error(x, torch.cat(parts, 1).double()) <= 1e-6
-
-    # only the third document has an upstream gradient: that of all other keys is exactly 0
-    outside = torch.ones(30, dtype=torch.bool)
-    outside[10:27] = False
-    only = do.masked_fill(outside[:, None, None], 0), dlse.masked_fill(outside[:, None], 0)
-    _, _, *grads = results(attention, qkv, chosen, only, cu_seqlens=cu_seqlens)
-    assert all((x[:, outside] == 0).all() and (x[:, ~outside] != 0).any() for x in grads)
-
-
-def test_repeats_of_the_kernels_are_the_same_bits(small_chunks):
-    attention = by_triton(block_sparse_attention)
-    once, again = (results(attention, *operands(T=20, M=4)) for _ in range(2))
-    assert all(torch.equal(x, y) for x, y in zip(once, again, strict=True))
-
-
-def test_repeats_are_the_same_bits_whatever_the_threads(small_chunks):
-    qkv, chosen, upstream = operands(B=2, T=203, M=4, K=64, dtype=torch.bfloat16)
-    once = results(block_sparse_attention, qkv, chosen, upstream)
-    again = results(block_sparse_attention, qkv, chosen, upstream)
-    torch.set_num_threads(2)
-    threads = results(block_sparse_attention, qkv, chosen, upstream)
-    for x, y, z in zip(once, again, threads, strict=True):
-        assert torch.equal(x, y) and torch.equal(x, z)
 
 
 # ---- memory

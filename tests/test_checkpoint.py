@@ -10,24 +10,17 @@ import torch
 from lab.analysis.memory import PeakTracker
 from longhaul import step
 from longhaul.checkpoint import load, resume, save
-from longhaul.checkpoint.format import CheckpointError, checksum, named_shards
+from longhaul.checkpoint.format import CheckpointError, checksum
 from longhaul.checkpoint.load import load_model, verified
-from longhaul.config import TrainConfig
+from tests import kit
 
-CFG = TrainConfig(
-    model_size="tiny",
-    vocab_size=64,
-    context_length=8,
-    dtype="fp32",
-    model_overrides=("num_layers=1",),
-)
+CFG = kit.tiny_config(context_length=8)
 
 
 def trained(steps: int = 1):
     state = step.build(CFG, CFG.model(), "cpu")
-    tokens = torch.arange(8)[None]
     for _ in range(steps):
-        step.train_step(state, [dict(tokens_BT=tokens, labels_BT=tokens)])
+        step.train_step(state, kit.batch(length=8))
     return state
 
 
@@ -55,15 +48,13 @@ def test_a_model_with_other_settings_than_this_version_records_is_refused(saved,
         load_model(other)
 
 
-@pytest.mark.parametrize("changes", [{"pairwise_accumulation": False}, {"lr": None}])
-def test_a_resume_needs_the_settings_that_a_run_has(tmp_path, changes):
+def test_a_resume_needs_the_settings_that_a_run_has_and_no_other(tmp_path):
     about = dict(identity={}, rows_per_step=1, threads=1, torch="2")
     checkpoint = verified(save.save(trained(), tmp_path, about))
     resume.check_complete(checkpoint, CFG)
-    changed = checkpoint.config | changes
-    recorded = {name: value for name, value in changed.items() if value is not None}
-    with pytest.raises(CheckpointError, match=rf"manifest.json .*{[*changes][0]}"):
-        resume.check_complete(dataclasses.replace(checkpoint, config=recorded), CFG)
+    other = dataclasses.replace(checkpoint, config=checkpoint.config | {"earlier": False})
+    with pytest.raises(CheckpointError, match="manifest.json .*earlier"):
+        resume.check_complete(other, CFG)
 
 
 def test_weights_in_16_bits_are_never_fp32_as_a_whole(saved):
@@ -113,7 +104,7 @@ def test_a_number_of_the_manifest_that_was_changed_is_found_by_the_checksum(save
     manifest = json.loads((saved / "manifest.json").read_text())
     manifest["step"] += 1
     (saved / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="manifest.json is damaged: use another checkpoint"):
+    with pytest.raises(CheckpointError, match="manifest.json"):
         verified(saved)
 
 
@@ -124,28 +115,6 @@ def test_what_only_a_resume_needs_may_be_missing(saved):
     manifest["checksum"] = checksum(manifest)
     (saved / "manifest.json").write_text(json.dumps(manifest))
     assert verified(saved).step == 1
-
-
-def test_the_data_position_and_the_optimizers_steps_are_restored(tmp_path):
-    state = trained(steps=3)
-    state.data = {"seed": 0, "epoch": 2, "position": 7}
-    path = save.save(state, tmp_path, {})
-
-    fresh = step.build(CFG, CFG.model(), "cpu")
-    load.load_state(fresh, verified(path))
-    assert fresh.data == state.data
-    assert {int(one["step"]) for one in fresh.optimizer.state.values()} == {3}
-
-
-def test_what_is_loaded_is_what_was_saved_optimizer_included(saved):
-    state = step.build(TrainConfig(**{**CFG.__dict__, "seed": 5}), CFG.model(), "cpu")
-    load.load_state(state, verified(saved))
-    original = trained()
-    truth = named_shards(original.model, original.optimizer)
-    loaded = named_shards(state.model, state.optimizer)
-    assert loaded.keys() == truth.keys() and any(name.endswith("exp_avg") for name in loaded)
-    assert all(torch.equal(value.local, truth[name].local) for name, value in loaded.items())
-    assert state.step == 1 and state.tokens == 8
 
 
 def test_a_tied_weight_is_stored_once(saved):
@@ -209,7 +178,7 @@ def test_pruning_keeps_the_newest_one_from_which_a_step_was_taken(tmp_path, skip
 def test_every_flipped_bit_of_a_sample_is_found(saved):
     draw = random.Random(0)
     manifest = json.loads((saved / "manifest.json").read_text())
-    for _ in range(80):
+    for _ in range(60):
         path = draw.choice(sorted(saved.iterdir()))
         content = path.read_bytes()
         broken = bytearray(content)

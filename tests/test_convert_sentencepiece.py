@@ -126,16 +126,6 @@ def test_a_model_with_tokens_that_are_found_before_all_others_has_the_same_ids(t
     assert len(kept) == 4
 
 
-def test_a_pair_of_another_place_in_the_list_changes_ids(small, tmp_path):
-    """The comparisons above can fail."""
-    content = tokenizer_json(small.path)
-    content["model"]["merges"].reverse()
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(AssertionError):
-        assert_same(small, theirs, TRAINING[0][:1000])
-
-
 def test_a_token_is_joined_from_the_parts_that_it_has_by_itself():
     ranks = {"bc": 0, "ab": 1, "abc": 2, "aa": 3, "aaa": 4}
     assert last_parts("abc", ranks) == ["a", "bc"]  # not ab and c, although ab is a token
@@ -166,29 +156,25 @@ def test_the_hash_is_that_of_the_written_file(small, tmp_path):
 # ---- refusals
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        (dict(model_type="unigram"), "is a sentencepiece unigram model, and only BPE models"),
-        (dict(model_type="char", vocab_size=400), "is a sentencepiece character model"),
-        (dict(normalization_rule_name="nmt_nfkc"), "normalises texts or their spaces"),
-        (dict(add_dummy_prefix=True), "normalises texts or their spaces"),
-        (dict(remove_extra_whitespaces=True), "normalises texts or their spaces"),
-        (dict(byte_fallback=False), "has 0 of the 256 byte tokens"),
-    ],
-)
+UNEQUAL = [
+    (dict(model_type="unigram"), "unigram"),
+    (dict(model_type="char", vocab_size=400, hard_vocab_limit=False), "character"),
+    (dict(normalization_rule_name="nmt_nfkc"), "normalises"),
+    (dict(add_dummy_prefix=True), "normalises"),
+    (dict(remove_extra_whitespaces=True), "normalises"),
+    (dict(byte_fallback=False), "0 of the 256 byte tokens"),
+]
+
+
+@pytest.mark.parametrize("changes, words", UNEQUAL)
 def test_a_model_without_an_equal_tokenizer_json_is_refused(tmp_path, changes, words):
-    if changes.get("model_type") == "char":
-        changes = changes | dict(hard_vocab_limit=False)
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(ValueError, match=f"{words}.*: .*--tokenizer none") as caught:
         tokenizer_json(trained(tmp_path, **changes))
-    message = str(caught.value)
-    remedy = ": train one with data.prepare --vocab_size N, or export with --tokenizer none"
-    assert "\n" not in message and message.endswith(remedy)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_cut_off_is_no_protobuf(small, tmp_path):
     torn = tmp_path / "torn.model"
     torn.write_bytes(small.path.read_bytes()[:1001])
-    with pytest.raises(ValueError, match=f"tokenizer {torn} is damaged.*: copy it again"):
+    with pytest.raises(ValueError, match=str(torn)):
         tokenizer_json(torn)

@@ -16,6 +16,7 @@ from longhaul.kinds import KINDS
 from longhaul.parallel import context
 from longhaul.parallel.parts import attention_part_backward
 from model import Documents, ModelConfig, StandardAttention
+from tests import oracle
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU: PyTorch sees none"
@@ -48,14 +49,8 @@ def results(attend, q, k, v, dy) -> list[torch.Tensor]:
 
 def exact(q, k, v, dy, visible_TS: torch.Tensor) -> list[torch.Tensor]:
     """The same in float64 on the CPU, under a mask."""
-
-    def attend(q, k, v):
-        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-        logits = torch.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
-        p = logits.masked_fill(~visible_TS, -torch.inf).softmax(-1)
-        return torch.einsum("bhts,bshk->bthk", p, v)
-
-    return results(attend, *(x.cpu().double() for x in (q, k, v, dy)))
+    tensors = (x.cpu().double() for x in (q, k, v, dy))
+    return results(lambda *qkv: oracle.attend(*qkv, visible_TS)[0], *tensors)
 
 
 def assert_near(found, truth, dtype):

@@ -13,7 +13,7 @@ from data import corpus
 from data.corpus import embedded_files, prepare_embedded
 from data.loader import IGNORE, Loader
 from data.manifest import IntegrityError
-from tests.test_data_prepare import texts_of
+from tests.kit import written_texts
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"vocab_size": 512, "max_bytes": 400_000, "workers": 1}
@@ -44,7 +44,7 @@ def test_another_setting_is_another_entry_of_the_cache(cache):
 
 
 def test_the_embedded_corpus_gives_its_files_back(cache):
-    texts = texts_of(prepare_embedded(cache, documents="file", **SMALL))
+    texts = written_texts(prepare_embedded(cache, documents="file", **SMALL))
     files = {
         file.path.read_bytes().decode() for file in embedded_files(SMALL["max_bytes"]) if file.size
     }
@@ -64,9 +64,7 @@ def test_a_damaged_cache_says_what_to_delete(cache, tmp_path):
     dataset = prepare_embedded(tmp_path, **SMALL)
     with open(dataset.path / "shard-00000.bin", "ab") as file:
         file.write(b"\0")
-    with pytest.raises(
-        IntegrityError, match=f"delete {dataset.path}, and the next run prepares it again"
-    ):
+    with pytest.raises(IntegrityError, match=f"delete {dataset.path}"):
         prepare_embedded(tmp_path, **SMALL)
 
 
@@ -87,18 +85,10 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert corpus.default_cache() == Path.home() / ".cache" / "longhaul"
 
 
+@pytest.mark.slow
 def test_two_processes_that_need_the_corpus_share_one_preparation(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "data.prepare",
-        "--vocab_size",
-        "512",
-        "--max_bytes",
-        "200000",
-        "--workers",
-        "1",
-    ]
+    words = "-m data.prepare --vocab_size 512 --max_bytes 200000 --workers 1"
+    command = [sys.executable, *words.split()]
     environment = {**os.environ, "LONGHAUL_CACHE": str(tmp_path)}
     processes = [
         subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)

@@ -5,7 +5,6 @@ or whole; nothing of the folder but JSON is read.
 import json
 import random
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,17 +15,16 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import train
-from data import hugging_face, pipeline
+from data import hugging_face
 from data.corpus import embedded_files, read_corpus
 from data.dataset import open_dataset
 from data.hugging_face import HuggingFaceTokenizer
 from data.load_tokenizer import load_tokenizer
 from data.prepare import main
 from data.sources import by_directory
-from data.tokenizer import Tokenizer
-from longhaul.checkpoint import start
-from scripts import generate
+from data.tokenizer import train as train_tokenizer
 from tests import qwen_tokenizer
+from tests.kit import refused
 
 ROOT = Path(__file__).parent.parent
 TRAINING = [(ROOT / "model.py").read_text(), "caf\u00e9 \u65e5\u672c\u8a9e \U0001f600\n" * 50]
@@ -84,9 +82,10 @@ def prepare(text: Path, output: Path, tokenizer: Path, *flags) -> int:
 # ---- ids
 
 
-def test_difficult_strings_have_the_ids_of_transformers(tokenizer, reference):
-    for text in DIFFICULT:
-        assert tokenizer.encode(text) == reference(text)["input_ids"]
+# what the folder does not call special is matched in a text
+@pytest.mark.parametrize("text", [*DIFFICULT, "<think> so </think> <tool_call>"])
+def test_difficult_strings_have_the_ids_of_transformers(tokenizer, reference, text):
+    assert tokenizer.encode(text) == reference(text)["input_ids"]
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -95,6 +94,7 @@ def test_any_text_has_the_ids_of_transformers(tokenizer, reference, text):
     assert tokenizer.encode(text) == reference(text)["input_ids"]
 
 
+@pytest.mark.slow
 def test_the_embedded_corpus_has_the_ids_of_transformers(qwen, reference, tmp_path):
     """In a sample of it, because all 88 MB take two minutes; special tokens in it stay text."""
     size = 500_000
@@ -150,17 +150,6 @@ def test_a_long_text_is_cut_into_parts_unless_its_kind_is_unknown(tokenizer, qwe
         assert not hugging_face.is_cuttable(content | change), change
 
 
-def test_threads_give_the_ids_of_one_call(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline, "BATCH_CHARS", 5000)
-    texts = [*TRAINING, "", "short"]
-    documents = [pipeline.Document(str(n), text) for n, text in enumerate(texts)]
-    path = pipeline.copy_tokenizer(load_tokenizer(small), tmp_path)
-    encoded = pipeline.encode(documents, path, 2)
-    whole = load_tokenizer(small)
-    for document, text in zip(encoded, texts, strict=True):
-        assert document.tokens.tolist() == whole.encode(text)
-
-
 def test_a_special_token_in_the_text_stays_text(tokenizer, reference):
     for token in qwen_tokenizer.SPECIAL:
         for text in (token, f"a{token}b {token}\n"):
@@ -168,14 +157,6 @@ def test_a_special_token_in_the_text_stays_text(tokenizer, reference):
             assert max(ids) < qwen_tokenizer.TEXT_IDS
             assert ids == reference(text, split_special_tokens=True)["input_ids"]
             assert tokenizer.decode(ids) == text
-
-
-def test_a_token_that_the_folder_does_not_call_special_is_matched_as_in_transformers(
-    tokenizer, reference
-):
-    text = "<think> so </think> <tool_call>"
-    assert tokenizer.encode(text) == reference(text)["input_ids"]
-    assert max(tokenizer.encode(text)) > qwen_tokenizer.TEXT_IDS
 
 
 # ---- text
@@ -193,11 +174,6 @@ def test_special_tokens_are_spelled_only_on_request(tokenizer):
     ids = [*tokenizer.encode("a "), tokenizer.eod_id, *tokenizer.encode("\u00e9")]
     assert tokenizer.spell(ids) == f"a {tokenizer.eod_token}\u00e9"
     assert tokenizer.decode(ids) == "a \u00e9"
-
-
-def test_an_id_that_the_tokenizer_lacks_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="outside the tokenizer's vocabulary of 151648"):
-        tokenizer.decode([151_700])
 
 
 # ---- folders and files
@@ -247,7 +223,7 @@ def test_a_damaged_copy_next_to_the_ids_is_noticed(prepared, tmp_path):
         copy = Path(shutil.copytree(prepared, tmp_path / name))
         content = (copy / name).read_bytes()
         (copy / name).write_bytes(content.replace(b"<|endoftext|>", b"<|endoffile|>"))
-        with pytest.raises(ValueError, match="made with another tokenizer"):
+        with pytest.raises(ValueError, match=name):
             open_dataset(copy)
 
 
@@ -259,37 +235,29 @@ def changed(small: Path, folder: Path, name: str, content: object) -> Path:
 
 
 CODE = dict(auto_map={"AutoTokenizer": ["evil.Tokenizer", None]}, eos_token="<|endoftext|>")
+NO_TOKENIZER = "tokenizer.json"
 BAD_FOLDERS = [
-    ("tokenizer_config.json", CODE, "asks to run code of its own .* --eod TOKEN"),
-    ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON .*: repair or remove it"),
-    ("tokenizer_config.json", {}, "nothing next to it says .*: give --eod TOKEN"),
-    ("tokenizer_config.json", dict(eos_token="</s>"), "has no token '</s>' .*: give --eod TOKEN"),
-    ("tokenizer_config.json", dict(eos_token="<think>"), "is no special token .*: give --eod"),
-    ("tokenizer_config.json", dict(eos_token="a"), "is no special token of .*: give --eod"),
-    ("tokenizer.json", "{", "is no tokenizer.json of Hugging Face"),
-    ("tokenizer.json", dict(model=dict(vocab={"a": -1})), "is no tokenizer.json of Hugging Face"),
+    ("tokenizer_config.json", CODE, "auto_map .* --eod TOKEN"),
+    ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
+    ("tokenizer_config.json", {}, "give --eod TOKEN"),
+    ("tokenizer_config.json", dict(eos_token="</s>"), "'</s>' .*: give --eod TOKEN"),
+    ("tokenizer_config.json", dict(eos_token="<think>"), "--eod <think> .*: give --eod"),
+    ("tokenizer_config.json", dict(eos_token="a"), "--eod a .*: give --eod"),
+    ("tokenizer.json", "{", NO_TOKENIZER),
+    ("tokenizer.json", "\x80\x04pickle", NO_TOKENIZER),
+    ("tokenizer.json", dict(model=dict(vocab={"a": -1})), NO_TOKENIZER),
     ("tokenizer.json", dict(model=dict(vocab={"a": 0}, dropout=0.1)), "dropout"),
-    ("tokenizer.json", dict(model=dict(vocab={"a": 0}, type="X")), "is not one that tokenizers"),
-    (
-        "tokenizer.json",
-        dict(model=dict(vocab={"a": 0}), added_tokens=[1]),
-        "is no tokenizer.json of Hugging Face",
-    ),
+    ("tokenizer.json", dict(model=dict(vocab={"a": 0}, type="X")), "update tokenizers"),
+    ("tokenizer.json", dict(model=dict(vocab={"a": 0}), added_tokens=[1]), NO_TOKENIZER),
 ]
 
 
-@pytest.mark.parametrize("name, content, message", BAD_FOLDERS)
-def test_a_folder_that_cannot_be_used_is_refused(small, tmp_path, name, content, message):
+@pytest.mark.parametrize("name, content, words", BAD_FOLDERS)
+def test_a_folder_that_cannot_be_used_is_refused(small, tmp_path, name, content, words):
     folder = changed(small, tmp_path / "bad", name, content)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=words) as error:
         load_tokenizer(folder)
     assert "\n" not in str(error.value)
-
-
-def test_a_pickle_under_the_name_of_a_tokenizer_is_not_opened(tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes(b"\x80\x04pickle")
-    with pytest.raises(ValueError, match="is a pickle"):
-        load_tokenizer(tmp_path)
 
 
 def test_the_file_of_a_folder_that_asks_for_code_is_taken_by_itself(small, tmp_path):
@@ -298,80 +266,27 @@ def test_the_file_of_a_folder_that_asks_for_code_is_taken_by_itself(small, tmp_p
     assert isinstance(loaded, HuggingFaceTokenizer)
 
 
-def test_a_folder_that_asks_for_code_is_refused_whatever_it_holds(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(b"")
+def test_a_folder_with_a_sentencepiece_model_only_is_read_unless_it_asks_for_code(tmp_path):
+    model = train_tokenizer(TRAINING, 600, tmp_path / "tokenizer.model")
+    assert load_tokenizer(tmp_path).sha256 == model.sha256
+    with pytest.raises(ValueError, match="--eod x"):
+        load_tokenizer(tmp_path, "x")
+
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(CODE))
-    with pytest.raises(ValueError, match="asks to run code of its own"):
+    with pytest.raises(ValueError, match="auto_map"):
         load_tokenizer(tmp_path)
 
 
-def test_a_folder_with_a_sentencepiece_model_only_is_read(tmp_path):
-    model = Tokenizer(train_sentencepiece(tmp_path))
-    assert load_tokenizer(tmp_path).sha256 == model.sha256
-    with pytest.raises(ValueError, match="--eod x is for a tokenizer of Hugging Face"):
-        load_tokenizer(tmp_path, "x")
-
-
-def train_sentencepiece(folder: Path) -> Path:
-    from data.tokenizer import train as train_tokenizer
-
-    return train_tokenizer(TRAINING, 600, folder / "tokenizer.model").path
+RUN = "--model_size tiny --vocab_size 640 --context_length 64 --max_steps 2 --device cpu"
 
 
 @pytest.mark.slow
-def test_without_the_library_one_line_says_what_to_install(prepared, small, tmp_path):
-    script = """
-import sys
-sys.modules["tokenizers"] = None
-sys.modules["transformers"] = None
-from data import prepare
-import train
-code = prepare.main(["--input", sys.argv[1], "--output", sys.argv[3], "--tokenizer", sys.argv[2]])
-print(code, file=sys.stderr)
-train.main(["--data", sys.argv[4], "--model_size", "tiny", "--output_dir", sys.argv[3]])
-"""
-    paths = [ROOT / "base/flags.py", small, tmp_path / "d", prepared]
-    result = subprocess.run(
-        [sys.executable, "-c", script, *map(str, paths)], capture_output=True, text=True, cwd=ROOT
-    )
-    assert result.returncode == 2
-    first, code, *_, last = result.stderr.splitlines()
-    assert "pip install tokenizers" in first
-    assert code == "2"
-    assert "needs the package tokenizers" in last
+def test_without_the_library_one_line_says_what_to_install(
+    prepared, small, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert prepare(ROOT / "base", tmp_path / "d", small) == 2
+    assert "pip install tokenizers" in capsys.readouterr().err
+    words = [*RUN.split(), "--data", prepared, "--output_dir", tmp_path / "d"]
+    assert "pip install tokenizers" in refused(capsys, train.main, words)
     assert not (tmp_path / "d").exists()
-
-
-# ---- training
-
-
-RUN = (
-    "--model_size tiny --model_overrides num_layers=1 --vocab_size 640 --context_length 64 "
-    "--max_steps 2 --warmup_steps 1 --eval_every 2 --eval_rows 2 --device cpu --dtype fp32"
-)
-
-
-@pytest.fixture(scope="module")
-def run(prepared, tmp_path_factory):
-    output = tmp_path_factory.mktemp("run") / "run"
-    train.main([*RUN.split(), "--data", str(prepared), "--output_dir", str(output)])
-    return output
-
-
-def test_a_converted_folder_keeps_its_tokenizer(prepared, small, run, tmp_path, capsys):
-    from scripts import convert_qwen3
-
-    convert_qwen3.main(["--checkpoint", str(run), "--output", str(tmp_path / "hf")])
-    assert load_tokenizer(tmp_path / "hf").sha256 == load_tokenizer(small).sha256
-    convert_qwen3.main(["--input", str(tmp_path / "hf"), "--output", str(tmp_path / "back")])
-    words = ["--prompt", "def f(", "--device", "cpu", "--max_new_tokens", "8"]
-    capsys.readouterr()
-    for folder in (run, tmp_path / "back"):
-        generate.main(["--checkpoint", str(folder), *words])
-    first, second = capsys.readouterr().out.split("def f(")[1:]
-    assert first.strip() == second.strip()
-
-    other = qwen_tokenizer.make(tmp_path / "other", ["abc\n" * 9], 260, 260, 640)
-    shutil.copy(other / "tokenizer.json", tmp_path / "back")
-    with pytest.raises(ValueError, match="another tokenizer than --init_from .*back"):
-        start.check_tokenizer(start.read(str(tmp_path / "back")), open_dataset(prepared))

@@ -81,9 +81,7 @@ def test_ranks_together_read_the_global_batch_whatever_their_number(dataset, wor
 
 
 def test_a_world_size_that_does_not_divide_the_batch_lists_those_that_do(dataset):
-    with pytest.raises(
-        ValueError, match="does not divide over 4 ranks: allowed are 1, 2, 3, 6 ranks"
-    ):
+    with pytest.raises(ValueError, match="1, 2, 3, 6 ranks"):
         Loader(dataset, 32, 6).batch(0, 0, 4)
 
 
@@ -126,11 +124,7 @@ def test_the_state_is_three_numbers_that_say_where_the_step_begins(dataset):
 
 def test_too_little_data_for_a_batch_names_settings_that_work(tmp_path):
     dataset = make(tmp_path / "d", [100] * 4)
-    with pytest.raises(
-        ValueError,
-        match=r"1 rows of 512, fewer than one global batch of 3.*at most 1 rows, "
-        r"or --context_length 128",
-    ):
+    with pytest.raises(ValueError, match="at most 1 rows, or --context_length 128"):
         Loader(dataset, 512, 3)
     assert Loader(dataset, 512, 1).rows_per_epoch == 1
     assert Loader(dataset, 128, 3).rows_per_epoch >= 3
@@ -138,16 +132,9 @@ def test_too_little_data_for_a_batch_names_settings_that_work(tmp_path):
         Loader(dataset, 512, 10**6)
 
 
-@pytest.mark.parametrize(
-    "context, rows, message",
-    [
-        (0, 1, "context_length is 0"),
-        (-1, 1, "context_length is -1"),
-        (8, 0, "global batch is 0 rows"),
-    ],
-)
-def test_numbers_that_are_not_positive_are_refused(dataset, context, rows, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("context, rows", [(0, 1), (-1, 1), (8, 0)])
+def test_numbers_that_are_not_positive_are_refused(dataset, context, rows):
+    with pytest.raises(ValueError, match="give a positive number"):
         Loader(dataset, context, rows)
 
 

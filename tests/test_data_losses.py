@@ -16,7 +16,7 @@ from data.load_tokenizer import load_tokenizer
 from data.losses import Outspoken
 from data.prepare import main
 from data.sources import Document
-from tests.test_data_shards import contents_of
+from tests.kit import contents
 
 TEXT = "the cat sat on a mat and the dog ran to it "
 END = "</s>"
@@ -195,8 +195,7 @@ def test_byte_level_tokenizers_lose_nothing_and_decode_nothing(
     assert "tokenizer:" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_threads_and_a_killed_preparation_count_alike(folders, tmp_path, monkeypatch, workers):
+def test_threads_and_a_killed_preparation_count_alike(folders, tmp_path, monkeypatch):
     foreign = [FOREIGN[n % 4] if n % 7 == 3 else "" for n in range(60)]
     documents = [Document(str(n), TEXT + end) for n, end in enumerate(foreign)]
     documents += [Document("empty", "\n")]
@@ -210,7 +209,7 @@ def test_threads_and_a_killed_preparation_count_alike(folders, tmp_path, monkeyp
             raise KeyboardInterrupt
 
     def build(name, readings):
-        settings = dict(tokenizer=folders["unigram"], key=1, workers=workers, val_fraction=0)
+        settings = dict(tokenizer=folders["unigram"], key=1, workers=2, val_fraction=0)
         left = iter(readings)
         pipeline.build_dataset(lambda: read(next(left)), tmp_path / name, **settings)
 
@@ -219,7 +218,7 @@ def test_threads_and_a_killed_preparation_count_alike(folders, tmp_path, monkeyp
         with pytest.raises(KeyboardInterrupt):
             build("d", [10**9, stop] if stop == 40 else [stop])
     build("d", [10**9])
-    assert contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")
+    assert contents(tmp_path / "d") == contents(tmp_path / "whole")
     assert open_dataset(tmp_path / "d").manifest.losses["lost"] > 8
 
 

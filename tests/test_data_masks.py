@@ -120,16 +120,16 @@ def test_an_id_beyond_the_vocabulary_is_found_under_a_mark():
 
 
 @pytest.mark.parametrize(
-    "marks, settings, message",
+    "marks, settings, words",
     [
-        (np.ones(2, bool), {"masked": False}, "not masked: write it with masked=True"),
-        (np.ones(3, bool), {}, "give one bool for each token"),
-        (np.ones(2), {}, "give one bool for each token"),
-        (np.zeros(2, bool), {}, "no token of the documents is learned"),
+        (np.ones(2, bool), {"masked": False}, "masked=True"),
+        (np.ones(3, bool), {}, "2 tokens"),
+        (np.ones(2), {}, "2 tokens"),
+        (np.zeros(2, bool), {}, "learned"),
     ],
 )
-def test_marks_that_mean_nothing_are_refused(tmp_path, marks, settings, message):
-    with pytest.raises(ValueError, match=message):
+def test_marks_that_mean_nothing_are_refused(tmp_path, marks, settings, words):
+    with pytest.raises(ValueError, match=words):
         write(tmp_path / "d", [TokenizedDocument(np.array([1, 2]), learned=marks)], **settings)
     assert not (tmp_path / "d").exists()
 

@@ -17,6 +17,7 @@ from data.pipeline import build_dataset, encode, scan
 from data.prepare import main
 from data.sources import Document, TextFiles, by_directory, refuse
 from data.tokenizer import Tokenizer
+from tests.kit import written_texts
 
 WORDS = (
     "the quick brown fox jumps over the lazy dog "
@@ -54,18 +55,6 @@ def folder(tmp_path):
     return root
 
 
-def texts_of(dataset: Dataset) -> list[str]:
-    """The text of every document, training first."""
-    tokenizer = Tokenizer(dataset.tokenizer_path)
-    found = []
-    for split in dataset.splits.values():
-        for d in range(split.num_documents):
-            ids = split.read(d, 0, 10**9).tolist()
-            assert ids[-1] == dataset.eod_id and dataset.eod_id not in ids[:-1]
-            found.append(tokenizer.decode(ids))
-    return found
-
-
 # --- reading
 
 
@@ -85,11 +74,11 @@ def test_a_link_to_a_folder_is_not_followed_and_is_named(folder, tmp_path):
     (folder / "loop").symlink_to(folder)
     assert len(look_into(folder).files) == 12 + len(TRICKY)
     [note] = TextFiles([folder]).notes()
-    assert f"left out: {folder / 'loop'}, because links to folders are not followed" in note
+    assert str(folder / "loop") in note
 
     (tmp_path / "only").mkdir()
     (tmp_path / "only" / "link").symlink_to(folder)
-    with pytest.raises(ValueError, match="no files in .*, only .*link, and links to folders are"):
+    with pytest.raises(ValueError, match="only/link"):
         look_into(tmp_path / "only")
 
 
@@ -102,64 +91,23 @@ def test_jsonl_gives_a_document_per_line_also_from_gzip(tmp_path):
     assert documents[1].name == f"{tmp_path}/a.jsonl:3"
 
 
-RECORDS = [{"id": 1, "body": "one, two"}, {"id": 2, "body": "x\ny"}]
-TABLES = {
-    "a.json": json.dumps(RECORDS),
-    "a.csv": 'id,body\n1,"one, two"\n2,"x\ny"\n',
-    "a.tsv": 'id\tbody\n1\tone, two\n2\t"x\ny"\n',
-}
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_records_that_are_not_jsonl_are_refused(tmp_path, name):
-    (tmp_path / name).write_text(TABLES[name])
-    with pytest.raises(ValueError, match=f"{name}: {name[2:]} is not read.* a.jsonl$"):
-        TextFiles([tmp_path / name])
-    with pytest.raises(ValueError, match="is not read"):
-        TextFiles([tmp_path], text_field="body")
-
-
-def test_in_a_folder_they_are_text_like_any_other_which_is_said(tmp_path):
-    for name, text in TABLES.items():
-        (tmp_path / name).write_text(text)
-    files = TextFiles([tmp_path])
-    assert [d.text for d in files.documents()] == [TABLES[name] for name in sorted(TABLES)]
-    assert f"read as plain text, with all markup: {tmp_path}/a.csv and 2 more" in files.notes()[0]
-
-
-def test_archives_and_compressed_tables_are_refused(tmp_path):
-    (tmp_path / "a.zip").write_bytes(b"PK")
-    with pytest.raises(ValueError, match="a zip archive, .*: run `unzip .*a.zip`"):
-        TextFiles([tmp_path / "a.zip"])
-    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"a,b\n"))
-    with pytest.raises(ValueError, match="csv is not read"):
-        TextFiles([tmp_path / "a.csv.gz"])
-
-
 BAD_FILES = {
-    "utf8.txt": (b"ab\xe9cd", r"utf8.txt:2: byte 0xe9 is not UTF-8"),
-    "broken.jsonl": (b'{"text": "a"}\n{"text": \n', r"broken.jsonl:2: this line is not JSON"),
-    "array.jsonl": (b"[1]\n", r"array.jsonl:1: there is no string field 'text' \(found: list\)"),
-    "field.jsonl": (
-        b'{"body": "a"}\n',
-        r"field.jsonl:1: there is no string field 'text' \(found: body\); set --text_field",
-    ),
-    "number.jsonl": (b'{"text": 3}\n', r"number.jsonl:1: there is no string field 'text'"),
-    "lone.jsonl": (
-        b'{"text": "ab\\ud800"}\n',
-        r"lone.jsonl:1: character 2 of 'text' is a lone surrogate",
-    ),
-    "deep.jsonl": (b"[" * 100_000 + b"\n", r"deep.jsonl:1: this line is not JSON"),
-    "cut.txt": (b"abc\xf0\x9f\x98", r"cut.txt:3: byte 0xf0"),
+    "utf8.txt:2": b"ab\xe9cd",
+    "cut.txt:3": b"abc\xf0\x9f\x98",
+    "broken.jsonl:2": b'{"text": "a"}\n{"text": \n',
+    "deep.jsonl:1": b"[" * 100_000 + b"\n",
+    "array.jsonl:1": b"[1]\n",
+    "field.jsonl:1": b'{"body": "a"}\n',
+    "number.jsonl:1": b'{"text": 3}\n',
+    "lone.jsonl:1": b'{"text": "ab\\ud800"}\n',
 }
 
 
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_damaged_text_is_refused_by_place_or_left_out_on_request(tmp_path, name):
-    content, message = BAD_FILES[name]
-    (tmp_path / name).write_bytes(content)
+@pytest.mark.parametrize("place", BAD_FILES)
+def test_damaged_text_is_refused_by_place_or_left_out_on_request(tmp_path, place):
+    (tmp_path / place.split(":")[0]).write_bytes(BAD_FILES[place])
     (tmp_path / "zz.txt").write_text("fine")
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=place) as error:
         list(TextFiles([tmp_path], report=refuse).documents())
     assert "--on_error skip" in str(error.value) and "\n" not in str(error.value)
     reports = []
@@ -170,8 +118,8 @@ def test_damaged_text_is_refused_by_place_or_left_out_on_request(tmp_path, name)
 def test_files_are_hashed_whole_even_behind_damage(tmp_path):
     folder = tmp_path / "input"
     folder.mkdir()
-    lines = "".join(json.dumps({"text": text_of(n)}) + "\n" for n in range(2000)).encode()
-    (folder / "a.txt").write_bytes(text_of(0, 300_000).encode())
+    lines = "".join(json.dumps({"text": text_of(n)}) + "\n" for n in range(200)).encode()
+    (folder / "a.txt").write_bytes(text_of(0, 30_000).encode())
     (folder / "b.jsonl").write_bytes(lines + b"{broken\n" + lines)
     (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines))
     (folder / "d.txt.gz").write_bytes(gzip.compress(lines)[:1000] + bytes(5_000_000))
@@ -180,7 +128,7 @@ def test_files_are_hashed_whole_even_behind_damage(tmp_path):
     reports = []
     files = TextFiles([folder, folder / "a.txt"], report=reports.append)
     for _ in range(2):
-        assert len(list(files.documents())) == 1 + 4000 + 2000 + 1 + 1
+        assert len(list(files.documents())) == 1 + 400 + 200 + 1 + 1
         paths = sorted(folder.iterdir())
         digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
         record = "".join(f"{path.name} {digest}\n" for path, digest in zip(paths, digests))
@@ -201,13 +149,6 @@ def test_files_are_hashed_whole_even_behind_damage(tmp_path):
     assert len(reports) == 2 * 3
 
 
-def test_a_path_that_is_not_there_and_an_empty_folder_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="nothing is not a file or folder"):
-        look_into(tmp_path / "nothing")
-    with pytest.raises(ValueError, match="no files in"):
-        look_into(tmp_path)
-
-
 def test_the_files_of_a_directory_become_one_document_with_their_names():
     documents = [Document("a/x.py", "1\n"), Document("a/y.py", "2"), Document("b/z.py", "3\n")]
     assert list(by_directory(documents)) == [
@@ -215,6 +156,11 @@ def test_the_files_of_a_directory_become_one_document_with_their_names():
         Document("b", "# b/z.py\n3\n"),
     ]
     assert list(by_directory([])) == []
+
+    documents = [Document(f"a/{n}", "x" * 40) for n in range(5)]
+    joined = list(by_directory(documents, limit=100))
+    assert len(joined) == 3  # cut between its files
+    assert sum(document.text.count("x") for document in joined) == 200
 
 
 # --- encoding
@@ -231,9 +177,8 @@ def test_the_sample_for_the_tokenizer_is_bounded_and_spread_over_the_documents(m
     assert sample == scan(documents).sample
 
 
-@pytest.mark.parametrize("workers", [1, 3])
 def test_short_and_long_documents_have_the_ids_of_the_whole_whoever_encodes_them(
-    folder, tmp_path, monkeypatch, workers
+    folder, tmp_path, monkeypatch
 ):
     dataset = build_dataset(TextFiles([folder]).documents, tmp_path / "d", vocab_size=350)
     monkeypatch.setattr(pipeline, "BATCH_CHARS", 20_000)
@@ -242,9 +187,7 @@ def test_short_and_long_documents_have_the_ids_of_the_whole_whoever_encodes_them
     whole = Tokenizer(dataset.tokenizer_path)
     assert len(list(pipeline._parts([Document("long", texts[0])], whole))) > 4
     documents = [Document(str(n), text) for n, text in enumerate(texts)]
-    for encoded, text in zip(
-        encode(documents, dataset.tokenizer_path, workers), texts, strict=True
-    ):
+    for encoded, text in zip(encode(documents, dataset.tokenizer_path, 3), texts, strict=True):
         assert encoded.tokens.tolist() == whole.encode(text)
         assert encoded.source_bytes == len(text.encode())
 
@@ -252,21 +195,18 @@ def test_short_and_long_documents_have_the_ids_of_the_whole_whoever_encodes_them
 # --- the command line
 
 
-def test_a_folder_becomes_a_dataset_that_gives_every_byte_back(folder, tmp_path, capsys):
-    sizes = ["--vocab-size", "350", "--val-fraction", "0.2"]
-    assert main(["--input", str(folder), "--output", str(tmp_path / "d"), *sizes]) == 0
-    dataset = open_dataset(tmp_path / "d", verify=True)
+def test_a_folder_becomes_a_dataset_that_gives_every_byte_back(folder, tmp_path):
+    """Also one that is written into it, which does not read itself."""
     expected = [path.read_bytes().decode() for path in look_into(folder).files]
-    assert sorted(texts_of(dataset)) == sorted(expected)
+    sizes = ["--vocab-size", "350", "--val-fraction", "0.2"]
+    assert main(["--input", str(folder), "--output", str(folder / "out"), *sizes]) == 0
+    dataset = open_dataset(folder / "out", verify=True)
+    assert sorted(written_texts(dataset)) == sorted(expected)
     assert dataset.vocab_size == 350 and set(dataset.splits) == {"train", "val"}
-    assert sum(split.source_bytes for split in dataset.splits.values()) == sum(
-        len(t.encode()) for t in expected
-    )
-    assert (
-        dataset.manifest.sources[0]["files"] == len(expected)
-        and "bytes/token" in capsys.readouterr().out
-    )
-    assert {path.name for path in tmp_path.iterdir()} == {"input", "d"}
+    read_bytes = sum(split.source_bytes for split in dataset.splits.values())
+    assert read_bytes == sum(len(text.encode()) for text in expected)
+    assert dataset.manifest.sources[0]["files"] == len(expected)
+    assert {path.name for path in tmp_path.iterdir()} == {"input"}
 
 
 def test_the_end_of_an_only_document_is_the_validation_split(tmp_path, capsys):
@@ -274,16 +214,14 @@ def test_the_end_of_an_only_document_is_the_validation_split(tmp_path, capsys):
     (tmp_path / "input.txt").write_text(text)
     arguments = ["--input", str(tmp_path / "input.txt"), "--vocab_size", "350", "--output"]
     assert main([*arguments, str(tmp_path / "d"), "--val_fraction", "0.1"]) == 0
-    head, tail = texts_of(open_dataset(tmp_path / "d", verify=True))
+    head, tail = written_texts(open_dataset(tmp_path / "d", verify=True))
     assert head + tail == text
     assert 0.05 * len(text) < len(tail) < 0.15 * len(text)
     assert head.endswith("\n")
-    printed = capsys.readouterr().out
-    assert f"input.txt is the only document, so its last {len(tail):,} characters are" in printed
+    assert f"{len(tail):,}" in capsys.readouterr().out
 
     assert main([*arguments, str(tmp_path / "whole"), "--val_fraction", "0"]) == 0
-    assert texts_of(open_dataset(tmp_path / "whole")) == [text]
-    assert "only document" not in capsys.readouterr().out
+    assert written_texts(open_dataset(tmp_path / "whole")) == [text]
 
 
 @pytest.mark.parametrize("text", ["x", "one line without an end", "\n" * 50])
@@ -294,52 +232,30 @@ def test_an_only_document_is_cut_without_losing_a_character(text):
     assert head.text
 
 
-def test_an_existing_tokenizer_is_used_as_it_is(folder, tmp_path):
-    assert main(["--input", str(folder), "--output", str(tmp_path / "a"), "--vocab_size=350"]) == 0
-    model = tmp_path / "a" / "tokenizer.model"
-    words = ["--input", str(folder / "0.txt"), "--output", str(tmp_path / "b")]
-    assert main([*words, "--tokenizer", str(model)]) == 0
-    assert Dataset(tmp_path / "a").tokenizer_sha256 == Dataset(tmp_path / "b").tokenizer_sha256
-    assert Dataset(tmp_path / "b").tokenizer_path.read_bytes() == model.read_bytes()
+def test_skipped_documents_are_named_on_screen_also_if_nothing_is_left(folder, tmp_path, capsys):
+    bad = folder / "bad.txt"
+    bad.write_bytes(b"ab\xff")
+    flags = ["--output", str(tmp_path / "d"), "--vocab_size", "350", "--input"]
+    assert main([*flags, str(folder)]) == 2 and not (tmp_path / "d").exists()
+    assert main([*flags, str(folder), "--on_error", "skip"]) == 0
+    # refused once, left out once
+    assert capsys.readouterr().err.count("bad.txt:2: ") == 2
+    assert len(written_texts(Dataset(tmp_path / "d"))) == 12 + len(TRICKY)
+
+    only_bad = ["--output", str(tmp_path / "none"), "--input", str(bad)]
+    assert main([*only_bad, "--on_error", "skip"]) == 2
+    left_out, _ = capsys.readouterr().err.splitlines()
+    assert "bad.txt:2: " in left_out
 
 
-def test_the_output_inside_the_input_does_not_read_itself(folder):
-    assert (
-        main(["--input", str(folder), "--output", str(folder / "out"), "--vocab_size", "350"]) == 0
-    )
-    assert sum(s.num_documents for s in Dataset(folder / "out").splits.values()) == 12 + len(TRICKY)
-
-
-def test_skipped_documents_are_named_on_screen(folder, tmp_path, capsys):
-    (folder / "bad.txt").write_bytes(b"ab\xff")
-    arguments = ["--input", str(folder), "--output", str(tmp_path / "d"), "--vocab_size", "350"]
-    assert main(arguments) == 2 and not (tmp_path / "d").exists()
-    assert main([*arguments, "--on_error", "skip"]) == 0
-    assert (
-        capsys.readouterr().err.count("bad.txt:2: byte 0xff is not UTF-8") == 2
-    )  # refused once, left out once
-    assert len(texts_of(Dataset(tmp_path / "d"))) == 12 + len(TRICKY)
-
-
-def test_what_was_left_out_is_named_also_if_nothing_is_left(tmp_path, capsys):
-    (tmp_path / "input").mkdir()
-    (tmp_path / "input" / "bad.txt").write_bytes(b"ab\xff")
-    arguments = ["--input", str(tmp_path / "input"), "--output", str(tmp_path / "d")]
-    assert main([*arguments, "--on_error", "skip"]) == 2
-    left_out, error = capsys.readouterr().err.splitlines()
-    assert left_out.startswith("left out: ") and "bad.txt:2: byte 0xff is not UTF-8" in left_out
-    assert "there is no text in the input" in error
-
-
-@pytest.mark.parametrize("documents", ["file", "directory"])
-def test_names_that_look_like_paths_flags_or_lines_are_names(documents, tmp_path):
+def test_names_that_look_like_paths_flags_or_lines_are_names(tmp_path):
     source = tmp_path / "names"
     source.mkdir()
     strange = [b"-rf", b"new\nline.txt", b"caf\xe9.txt", b"$(touch x)", b"%00", b"\xe2\x96\x81.txt"]
     for number, name in enumerate(strange):
         (source / os.fsdecode(name)).write_text(text_of(number))
-    words = ["--input", source, "--output", tmp_path / "d", "--documents", documents]
+    words = ["--input", source, "--output", tmp_path / "d", "--documents", "directory"]
     assert main([*map(str, words), "--vocab_size", "400", "--workers", "1"]) == 0
-    text = "".join(texts_of(open_dataset(tmp_path / "d", verify=True)))
+    text = "".join(written_texts(open_dataset(tmp_path / "d", verify=True)))
     assert all(text_of(number) in text for number in range(len(strange)))
     assert {path.name for path in tmp_path.iterdir()} == {"names", "d"}

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from data import report
-from data.corpus import prepare_embedded
 from data.packing import pack
 from data.writer import write_dataset
 
@@ -65,11 +64,3 @@ def test_the_report_has_all_figures_and_warns_of_contexts_that_are_not_real(data
     warnings = [line for line in text.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == 7  # from 2,048 to 131,072: the longest document has 1,000 tokens
     assert "this is not training at 131072" in warnings[-1]
-
-
-@pytest.mark.slow
-def test_the_embedded_corpus_packs_with_little_padding():
-    lengths = prepare_embedded().split("train").lengths
-    for context in (2**11, 2**17):
-        assert pack(lengths, context).padding() <= 0.01
-    assert not [line for line in report.contexts(lengths) if line.startswith("warning")]

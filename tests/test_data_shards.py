@@ -16,6 +16,7 @@ from data.writer import (
     unigram_entropy,
     write_dataset,
 )
+from tests.kit import contents
 
 VOCAB, EOD = 100, 0
 
@@ -35,10 +36,6 @@ def dataset(tmp_path):
         shard_tokens=300,
         val_fraction=0.1,
     )
-
-
-def contents_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def all_documents(dataset: Dataset) -> dict[int, list[int]]:
@@ -124,7 +121,7 @@ def test_source_bytes_give_bits_per_byte(tmp_path):
 def test_validation_documents_are_whole_within_the_budget_and_of_both_lengths():
     lengths = np.random.default_rng(0).lognormal(5, 1.5, 5000).astype(int) + 1
     chosen = choose_validation(lengths, 0.02)
-    assert (chosen == choose_validation(lengths, 0.02)).all() and len(set(chosen)) == len(chosen)
+    assert (chosen == choose_validation(lengths, 0.02)).all() and (np.diff(chosen) > 0).all()
     assert 0.015 < lengths[chosen].sum() / lengths.sum() <= 0.02
     half = np.sort(lengths)[np.cumsum(np.sort(lengths)).searchsorted(lengths.sum() / 2)]
     assert 0.3 < lengths[chosen][lengths[chosen] >= half].sum() / lengths[chosen].sum() < 0.7
@@ -137,45 +134,33 @@ def test_validation_has_a_document_whenever_there_are_two(lengths, fraction, exp
     assert choose_validation(np.array(lengths), fraction).tolist() == expected
 
 
-def test_a_missing_split_is_named(tmp_path):
-    dataset = write_dataset([np.array([1])], tmp_path / "d", vocab_size=9, eod_id=0)
-    with pytest.raises(ValueError, match="no split 'val' .*--val_fraction"):
-        dataset.split("val")
+REFUSED = [
+    ([[1, 2], [1, 100]], {}, "document 1 .* id 100 at token 1"),
+    ([[1], [-1]], {}, "document 1 .* id -1 at token 0"),
+    ([[1], [1.5]], {}, "document 1 "),
+    ([[1], [[1, 2]]], {}, "document 1 "),
+    ([[]], {}, "--input"),
+    ([[1]], dict(vocab_size=0), "eod_id"),
+    ([[1]], dict(vocab_size=9, eod_id=9), "eod_id"),
+    ([[1]], dict(val_fraction=1.0), "val_fraction"),
+]
 
 
-@pytest.mark.parametrize(
-    "bad, message",
-    [
-        ([1, 100], r"id 100 at token 1 .*ids must be 0 to 99"),
-        ([-1], "id -1 at token 0"),
-        ([1.5], "integer ids"),
-        ([[1, 2]], "one-dimensional"),
-    ],
-)
-def test_ids_outside_the_vocabulary_are_refused_at_write_and_nothing_is_left(
-    tmp_path, bad, message
-):
-    with pytest.raises(ValueError, match=f"document 1.*{message}"):
-        write_dataset([np.array([1]), np.array(bad)], tmp_path / "d", vocab_size=VOCAB, eod_id=EOD)
+@pytest.mark.parametrize("documents, changes, words", REFUSED)
+def test_what_is_no_dataset_is_refused_and_leaves_nothing(tmp_path, documents, changes, words):
+    settings = dict(vocab_size=VOCAB, eod_id=EOD) | changes
+    with pytest.raises(ValueError, match=words):
+        write_dataset(map(np.array, documents), tmp_path / "d", **settings)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"vocab_size": 0, "eod_id": 0}, "eod_id is 0"),
-        ({"vocab_size": 9, "eod_id": 9}, "allowed are 0 to 8"),
-        ({"vocab_size": 9, "eod_id": 0, "val_fraction": 1.0}, "val_fraction is 1.0"),
-    ],
-)
-def test_impossible_settings_are_refused(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        write_dataset([np.array([1])], tmp_path / "d", **settings)
-
-
-def test_no_text_at_all_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no text"):
-        write_dataset([np.array([], int)], tmp_path / "d", vocab_size=9, eod_id=0)
+def test_a_missing_split_and_a_larger_vocabulary_than_the_models_are_named(tmp_path):
+    dataset = write_dataset([np.array([1])], tmp_path / "d", vocab_size=9, eod_id=0)
+    with pytest.raises(ValueError, match="'val' .*--val_fraction"):
+        dataset.split("val")
+    check_vocab(dataset, 9)
+    with pytest.raises(ValueError, match="--vocab_size 9"):
+        check_vocab(dataset, 8)
 
 
 def test_a_truncated_or_grown_or_missing_file_is_found_at_open(dataset):
@@ -185,14 +170,10 @@ def test_a_truncated_or_grown_or_missing_file_is_found_at_open(dataset):
         content = path.read_bytes()
         for damaged in (content[:-2], content + b"\0\0"):
             path.write_bytes(damaged)
-            with pytest.raises(
-                IntegrityError,
-                match=f"{path.name} is damaged: expected {len(content)} bytes, "
-                f"found {len(damaged)}",
-            ):
+            with pytest.raises(IntegrityError, match=f"{path.name} .* {len(content)} bytes"):
                 Dataset(dataset.path)
         path.unlink()
-        with pytest.raises(IntegrityError, match=f"{path.name} is missing"):
+        with pytest.raises(IntegrityError, match=path.name):
             Dataset(dataset.path)
         path.write_bytes(content)
     Dataset(dataset.path)
@@ -219,35 +200,30 @@ def test_damaged_ends_and_validation_documents_are_found_at_open(dataset, name):
     numbers = np.fromfile(path, dtype="<u8")
     numbers[0] = 2**63
     numbers.tofile(path)
-    with pytest.raises(IntegrityError, match=f"{name} is damaged: its SHA-256"):
+    with pytest.raises(IntegrityError, match=name):
         Dataset(dataset.path)
 
 
 def test_a_missing_manifest_names_the_command_that_makes_one(tmp_path):
-    with pytest.raises(ValueError, match="holds no dataset.*python -m data.prepare"):
-        Dataset(tmp_path)
-    with pytest.raises(ValueError, match="holds no dataset"):
-        Dataset(tmp_path / "nowhere")
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ValueError, match="python -m data.prepare"):
+            Dataset(folder)
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("{", "not JSON"),
-        ("[]", "not a dataset manifest"),
-        ("{}", "not a dataset manifest"),
-        ("[" * 100_000, "not JSON"),
-        (
-            '{"magic": "longhaul-dataset", "version": 99}',
-            "format version 99, but this code reads 1",
-        ),
-        ('{"magic": "longhaul-dataset", "version": 1}', "checksum differs"),
-    ],
-    ids=range(6),
-)
-def test_a_garbled_or_future_manifest_is_refused_in_one_line(dataset, content, message):
+GARBLED = [
+    "{",
+    "[]",
+    "{}",
+    "[" * 100_000,
+    '{"magic": "longhaul-dataset", "version": 99}',
+    '{"magic": "longhaul-dataset", "version": 1}',
+]
+
+
+@pytest.mark.parametrize("content", GARBLED, ids=range(len(GARBLED)))
+def test_a_garbled_or_future_manifest_is_refused_in_one_line(dataset, content):
     (dataset.path / MANIFEST).write_text(content)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=MANIFEST) as error:
         Dataset(dataset.path)
     assert "\n" not in str(error.value)
 
@@ -257,34 +233,26 @@ def test_sixteen_bits_for_a_large_vocabulary_are_refused(dataset):
         content["vocab_size"] = 151_936
 
     rewrite_manifest(dataset.path, widen)
-    with pytest.raises(IntegrityError, match="shard-00000.bin is damaged: expected"):
+    with pytest.raises(IntegrityError, match="shard-00000.bin"):
         Dataset(dataset.path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "..",
-        "../secret.bin",
-        "/etc/passwd",
-        "",
-        "sub/shard.bin",
-        "\x00",
-        "a" * 5000,
-    ],
-)
+OUTSIDE = ["..", "../secret.bin", "/etc/passwd", "", "sub/shard.bin", "\x00", "a" * 5000]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
 def test_a_manifest_cannot_name_a_file_outside_the_dataset(dataset, name):
+    good = (dataset.path / MANIFEST).read_bytes()
     changes = [
         lambda content: content["shards"][0].update(bin=name),
         lambda content: content["shards"][0].update(idx=name),
         lambda content: content["validation"].update(file=name),
     ]
     for change in changes:
-        shutil.copy(dataset.path / MANIFEST, dataset.path.parent / "saved")
+        (dataset.path / MANIFEST).write_bytes(good)
         rewrite_manifest(dataset.path, change)
-        with pytest.raises(ValueError, match="not a plain file inside the dataset"):
+        with pytest.raises(ValueError, match="not a plain file"):
             Dataset(dataset.path)
-        shutil.copy(dataset.path.parent / "saved", dataset.path / MANIFEST)
 
 
 def test_a_symbolic_link_in_a_dataset_is_refused(dataset, tmp_path):
@@ -295,14 +263,6 @@ def test_a_symbolic_link_in_a_dataset_is_refused(dataset, tmp_path):
         Dataset(dataset.path)
 
 
-def test_data_of_a_larger_vocabulary_than_the_model_is_refused(dataset):
-    check_vocab(dataset, VOCAB)
-    with pytest.raises(
-        ValueError, match=r"vocabulary of 100, more than the model's 99: use --vocab_size 100"
-    ):
-        check_vocab(dataset, VOCAB - 1)
-
-
 def test_the_tokenizer_travels_with_the_dataset_and_is_hashed(tmp_path):
     (tmp_path / "t.model").write_bytes(b"model bytes")
     dataset = write_dataset(
@@ -311,27 +271,21 @@ def test_the_tokenizer_travels_with_the_dataset_and_is_hashed(tmp_path):
     assert dataset.tokenizer_path.read_bytes() == b"model bytes"
     assert dataset.tokenizer_sha256 == hashlib.sha256(b"model bytes").hexdigest()
     dataset.tokenizer_path.write_bytes(b"other bytes")
-    with pytest.raises(IntegrityError, match="tokenizer.model is damaged"):
+    with pytest.raises(IntegrityError, match="tokenizer.model"):
         open_dataset(dataset.path, verify=True)
 
 
 def test_an_output_that_holds_something_is_refused_and_left_alone(dataset, tmp_path):
-    before = contents_of(dataset.path)
-    with pytest.raises(ValueError, match="already holds a dataset"):
-        write_dataset([np.array([1])], dataset.path, vocab_size=9, eod_id=0)
-    assert contents_of(dataset.path) == before
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="is not empty"):
-        write_dataset([np.array([1])], tmp_path / "other", vocab_size=9, eod_id=0)
     (tmp_path / "file").write_text("mine")
-    for output in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ValueError, match="choose another --output"):
+    before = contents(dataset.path)
+    for output in (dataset.path, tmp_path / "other", tmp_path / "file", tmp_path / "file" / "in"):
+        with pytest.raises(ValueError, match="--output"):
             write_dataset([np.array([1])], output, vocab_size=9, eod_id=0)
+    assert contents(dataset.path) == before
     (tmp_path / "empty").mkdir()
-    assert (
-        write_dataset([np.array([1])], tmp_path / "empty", vocab_size=9, eod_id=0).vocab_size == 9
-    )
+    write_dataset([np.array([1])], tmp_path / "empty", vocab_size=9, eod_id=0)
 
 
 def test_a_folder_that_appears_while_a_dataset_is_written_is_not_replaced(tmp_path):
@@ -340,7 +294,7 @@ def test_a_folder_that_appears_while_a_dataset_is_written_is_not_replaced(tmp_pa
         (tmp_path / "d").mkdir()
         (tmp_path / "d" / "thesis.txt").write_text("mine")
 
-    with pytest.raises(ValueError, match="is not empty: choose another --output"):
+    with pytest.raises(ValueError, match="--output"):
         write_dataset(documents(), tmp_path / "d", vocab_size=9, eod_id=0)
     assert [path.name for path in tmp_path.rglob("*")] == ["d", "thesis.txt"]
 
@@ -350,18 +304,9 @@ def test_what_a_killed_writer_left_is_not_in_the_dataset(tmp_path):
     (stale / "folder").mkdir(parents=True)
     (stale / "shard-00007.bin").write_bytes(b"stale")
     dataset = write_dataset([np.array([1])], tmp_path / "d", vocab_size=9, eod_id=0)
-    assert sorted(contents_of(dataset.path)) == [
+    assert sorted(contents(dataset.path)) == [
         "manifest.json",
         "shard-00000.bin",
         "shard-00000.idx",
         "val.idx",
     ]
-
-
-def test_an_unwritable_parent_is_named(tmp_path, monkeypatch):
-    def refuse(dir):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("data.writer.tempfile.TemporaryFile", refuse)  # root may write everywhere
-    with pytest.raises(ValueError, match=r"cannot be made in .* \(Permission denied\): choose"):
-        write_dataset([np.array([1])], tmp_path / "d", vocab_size=9, eod_id=0)

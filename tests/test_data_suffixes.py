@@ -19,6 +19,7 @@ from data.prepare import main
 from data.sources import TextFiles
 from data.tokenizer import train
 from tests import qwen_tokenizer
+from tests.kit import read_texts
 
 RECORDS = b"".join(json.dumps(dict(text=f"document {n}")).encode() + b"\n" for n in range(3))
 TEXT = b"Shall I compare thee, to a day\nThou art more, lovely\n"
@@ -42,10 +43,6 @@ def tar_bytes() -> bytes:
     return stream.getvalue()
 
 
-def texts_of(*paths: Path, **settings) -> list[str]:
-    return [document.text for document in TextFiles(paths, **settings).documents()]
-
-
 CAPITALS = {
     "a.JSONL": RECORDS,
     "a.NdJson": RECORDS,
@@ -61,7 +58,7 @@ CAPITALS = {
 def test_a_suffix_in_capitals_names_the_same_format(tmp_path, name):
     (tmp_path / name).write_bytes(CAPITALS[name])
     for path in (tmp_path, tmp_path / name, f"{tmp_path}/*{name[1:].lower()}"):
-        found = texts_of(path, text_field="text")
+        found = read_texts(path, text_field="text")
         assert len(found) == 3 and found[0] == "document 0"
 
 
@@ -71,14 +68,16 @@ def test_what_is_refused_is_refused_in_capitals_and_by_pattern_too(tmp_path, nam
     for copy in (name, f"2{name}"):
         (tmp_path / copy).write_bytes(content)
     for path in (tmp_path / name, f"{tmp_path}/*{name[1:]}"):
-        with pytest.raises(ValueError, match="read"):
+        with pytest.raises(ValueError, match=name[1:]):
             TextFiles([path])
+    with pytest.raises(ValueError, match=name[1:]):
+        TextFiles([tmp_path], text_field="text")
 
 
 def test_a_text_in_capitals_is_text_and_a_pattern_finds_it(tmp_path):
     (tmp_path / "A.TXT").write_bytes(TEXT)
     (tmp_path / "b.Txt.gz").write_bytes(gzip.compress(TEXT))
-    assert texts_of(tmp_path) == [TEXT.decode()] * 2
+    assert read_texts(tmp_path) == [TEXT.decode()] * 2
     assert [path.name for path in look_into(f"{tmp_path}/*.txt").files] == ["A.TXT"]
 
 
@@ -135,22 +134,24 @@ def test_records_that_the_user_calls_text_are_text(tmp_path, name):
     for content in (RECORDS, TABLE):
         stored = gzip.compress(content) if name.endswith("gz") else content
         (tmp_path / name).write_bytes(stored)
-        assert texts_of(tmp_path / name) == [content.decode()]
+        assert read_texts(tmp_path / name) == [content.decode()]
 
 
 @pytest.mark.parametrize("text", [TEXT, b"", b"\0", b"[1] a note\n", b'{"', b"{{ name }}: x\n"])
 @pytest.mark.parametrize("name", ["README", "a.md", "a.py", "a.tex"])
 def test_text_without_a_suffix_that_is_known_stays_text(tmp_path, name, text):
     (tmp_path / name).write_bytes(text)
-    assert texts_of(tmp_path / name) == texts_of(tmp_path) == [text.decode()]
+    assert read_texts(tmp_path / name) == read_texts(tmp_path) == [text.decode()]
 
 
 def test_sources_in_a_folder_stay_text_and_records_among_them_are_said(tmp_path):
     for name in ("a.py", "b.json", "c.map"):
         (tmp_path / name).write_bytes(RECORDS)
+    (tmp_path / "d.csv").write_bytes(TABLE)
     files = TextFiles([tmp_path])
-    assert [document.text for document in files.documents()] == [RECORDS.decode()] * 3
-    assert f"{tmp_path}/a.py and 2 more" in files.notes()[0]
+    found = [document.text for document in files.documents()]
+    assert found == [RECORDS.decode()] * 3 + [TABLE.decode()]
+    assert f"{tmp_path}/a.py and 3 more" in files.notes()[0]
 
 
 @pytest.mark.parametrize("name", ["part-00000", "a.tar", "unmarked.txt"])
@@ -158,9 +159,9 @@ def test_in_a_folder_what_is_no_text_is_refused_or_left_out_on_request(tmp_path,
     (tmp_path / "a.txt").write_bytes(TEXT)
     (tmp_path / name).write_bytes(NO_TEXT[name])
     with pytest.raises(ValueError, match=name):
-        texts_of(tmp_path)
+        read_texts(tmp_path)
     reports = []
-    assert texts_of(tmp_path, report=reports.append) == [TEXT.decode()]
+    assert read_texts(tmp_path, report=reports.append) == [TEXT.decode()]
     assert len(reports) == 1
 
 

@@ -34,6 +34,7 @@ def test_pairs_are_equal_or_refused_with_the_reason(monkeypatch, capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_wrong_lever_is_found(monkeypatch, capsys):
     right = tiling.recomputed_gradients
 

@@ -30,13 +30,10 @@ def test_wilson_has_the_published_values(hits, n, low, high):
     assert mirrored == pytest.approx((1 - high, 1 - low), abs=5e-5)
 
 
-def test_wilson_without_trials_says_nothing_and_refuses_impossible_counts():
+def test_wilson_without_trials_says_nothing():
     assert wilson(0, 0) == (0.0, 1.0)
     assert wilson(7, 7).high == 1.0
     assert wilson(0, 7).low == 0.0
-    for hits, n in [(-1, 5), (6, 5)]:
-        with pytest.raises(ValueError, match="pass 0 <= hits <= n"):
-            wilson(hits, n)
 
 
 def test_items_with_one_answer_have_the_interval_of_wilson():
@@ -59,8 +56,6 @@ def test_answers_that_are_right_together_count_once():
     assert wilson_of_items([0], [4]) == wilson(0, 1)
     assert wilson_of_items([2, 2, 2], [4, 4, 4]) == wilson(6, 12)
     assert wilson_of_items([], []) == (0.0, 1.0)
-    with pytest.raises(ValueError, match="pass 0 <= hits <= asked"):
-        wilson_of_items([2], [1])
 
 
 def test_the_interval_of_items_covers_the_true_share_as_often_as_it_says():
@@ -129,10 +124,17 @@ def test_pairs_find_a_difference_that_documents_hide():
     assert paired_bootstrap(better, values, weights).high < 0
 
 
-def test_what_cannot_be_paired_is_refused():
-    with pytest.raises(ValueError, match="2 and 3 documents cannot be paired: score both"):
-        paired_bootstrap([1, 2], [1, 2, 3])
-    with pytest.raises(ValueError, match="2 values with 1 weights: pass one weight"):
-        bootstrap([1, 2], [1])
-    with pytest.raises(ValueError, match="negative weight: pass its number of tokens"):
-        bootstrap([1, 2], [1, -1])
+@pytest.mark.parametrize(
+    "function, given",
+    [
+        (paired_bootstrap, ([1, 2], [1, 2, 3])),
+        (bootstrap, ([1, 2], [1])),
+        (bootstrap, ([1, 2], [1, -1])),
+        (wilson, (-1, 5)),
+        (wilson, (6, 5)),
+        (wilson_of_items, ([2], [1])),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(function, given):
+    with pytest.raises(ValueError, match="pass|score both"):
+        function(*given)

@@ -28,12 +28,14 @@ from tests.footprint_models import (
     STEPS,
     WIDTH,
     images,
+    loss_of,
     mlp,
     observe,
     on_tokens,
     one_layer,
     tokens,
     train,
+    trained,
     with_optimizer,
 )
 from tests.tiers import few_fast
@@ -57,7 +59,7 @@ def check_peak(build, step):
     assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", few_fast(STEPS, 5))
+@pytest.mark.parametrize("name", few_fast(STEPS, 6))
 def test_the_predicted_peak_is_what_the_allocator_records(name):
     recorded = measure(*STEPS[name])
     assert predicted(name, "cpu").peak == pytest.approx(recorded, abs=TOLERANCE)
@@ -65,19 +67,12 @@ def test_the_predicted_peak_is_what_the_allocator_records(name):
 
 @pytest.mark.parametrize("again", [torch.square, lambda w: w.view(4, 4, WIDTH, WIDTH).exp()])
 def test_two_gradients_are_summed_in_place_only_where_the_older_is_no_view(again):
-    def build():
-        model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
-        return model, torch.optim.SGD(model.parameters())
-
-    def step(state):
-        model, optimizer = state
+    def loss(model):
         repeated = model.weight.repeat(16, 1, 1).softmax(-1)
         product = torch.bmm(repeated, repeated.detach()[:, :, :8])
-        (product.square().mean() + again(repeated).sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return product.square().mean() + again(repeated).sum()
 
-    check_peak(build, step)
+    check_peak(*trained(lambda: nn.Linear(WIDTH, WIDTH, bias=False), loss, torch.optim.SGD))
 
 
 @pytest.mark.parametrize("name", few_fast(["checkpointing, reentrant", "AdamW foreach"], 2))
@@ -139,7 +134,7 @@ def test_numbers_that_are_tested_are_finite_however_many_and_known_ones_are_what
         found.append(torch.isinf(torch.tensor([1.0, math.inf])).tolist())
         assert torch.isfinite(many).nonzero().shape == (many.numel(), many.dim())
 
-    predict(lambda: torch.nn.Linear(600, 600), step, "cpu")
+    predict(lambda: nn.Linear(600, 600), step, "cpu")
     assert found[:2] == [[True, False], [False, True]]
 
 
@@ -181,7 +176,7 @@ def test_an_error_of_the_users_own_is_told_as_python_tells_it():
 @pytest.mark.parametrize("foreach", [False, True])
 def test_a_number_scales_a_tensor_and_bounds_what_an_optimizer_of_pytorch_does(foreach):
     def build():
-        model = torch.nn.Linear(64, 64)
+        model = nn.Linear(64, 64)
         return model, torch.optim.Adafactor(model.parameters(), foreach=foreach)
 
     def step(state):
@@ -198,7 +193,7 @@ def test_a_number_scales_a_tensor_and_bounds_what_an_optimizer_of_pytorch_does(f
 
 def test_numbers_of_an_optimizer_of_ones_own_are_factors():
     def build():
-        return torch.nn.Linear(64, 64)
+        return nn.Linear(64, 64)
 
     def step(model):
         model(torch.randn(4, 64)).mean().backward()
@@ -250,13 +245,13 @@ def test_parameters_gradients_states_inputs_and_activations_are_told_apart():
 
 def test_what_a_model_keeps_is_no_input_of_the_loss_module_behind_it():
     def build():
-        model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU())
+        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU())
         return model, torch.nn.MSELoss()
 
     def step(state):
         model, criterion = state
-        images, targets = torch.randn(500, 64), torch.randn(500, 128)
-        criterion(model(images), targets).backward()
+        rows, targets = torch.randn(500, 64), torch.randn(500, 128)
+        criterion(model(rows), targets).backward()
 
     at_loss = predict(build, step, "cpu").stages["forward"]
     assert at_loss["input"] == 4 * 500 * (64 + 128)
@@ -337,7 +332,7 @@ def test_a_tensor_given_for_a_number_makes_the_shapes_of_the_real_step():
             ]
 
     def build():
-        return torch.nn.Linear(8, 8)
+        return nn.Linear(8, 8)
 
     check_peak(build, step)
 
@@ -358,7 +353,7 @@ def test_a_tensor_given_for_a_number_makes_the_shapes_of_the_real_step():
 )
 def test_a_shape_or_a_decision_by_a_tensor_made_of_an_unknown_number_is_refused(make):
     with pytest.raises(Refused, match=r"test_footprint.py:.*decides by it"):
-        predict(lambda: torch.nn.Linear(8, 8), lambda model: make(model(torch.ones(2, 8))), "cpu")
+        predict(lambda: nn.Linear(8, 8), lambda model: make(model(torch.ones(2, 8))), "cpu")
 
 
 # ---- data
@@ -379,9 +374,8 @@ class Rows(torch.utils.data.Dataset):
 
 def loaded(workers):
     def build():
-        model = mlp()
         loader = torch.utils.data.DataLoader(Rows(), 8, shuffle=True, num_workers=workers)
-        return model, torch.optim.AdamW(model.parameters()), loader, []
+        return *with_optimizer(mlp)(), loader, []
 
     return build
 
@@ -421,7 +415,7 @@ def test_objects_of_a_dataset_are_imagined_and_stay_as_they_are(item):
 
     def build():
         loader = torch.utils.data.DataLoader(held, batch_size=None)
-        return torch.nn.Linear(768, 10), iter(loader)
+        return nn.Linear(768, 10), iter(loader)
 
     def step(state):
         model, items = state
@@ -494,7 +488,7 @@ def test_random_integers_have_values_of_which_one_draw_is_predicted():
         return model(rows.float()).mean()
 
     def build():
-        return torch.nn.Linear(64, 64)
+        return nn.Linear(64, 64)
 
     found: list = []
     report = predict(build, step, "cpu")
@@ -520,7 +514,7 @@ def test_a_list_answers_one_reading_of_a_line_after_another():
 
     found: list = []
     answers = {f"test_footprint.py:{step.__code__.co_firstlineno + 2}": [3, 11]}
-    predict(lambda: torch.nn.Linear(8, 8), step, "cpu", answers=answers)
+    predict(lambda: nn.Linear(8, 8), step, "cpu", answers=answers)
     assert found == [list(range(3, 11))] * 2
 
 
@@ -576,17 +570,11 @@ def attend(q, k, v):
 def test_a_checkpointed_function_outside_of_modules_is_recomputed_by_the_operators_of_cuda(
     reentrant,
 ):
-    def step(state):
-        model, optimizer = state
+    def loss(model):
         heads = model(torch.randn(2, 4, 32, 64)).chunk(3, -1)
-        checkpoint(attend, *heads, use_reentrant=reentrant).sum().backward()
-        optimizer.step()
+        return checkpoint(attend, *heads, use_reentrant=reentrant).sum()
 
-    def build():
-        model = torch.nn.Linear(64, 192)
-        return model, torch.optim.AdamW(model.parameters())
-
-    operators = made_by(predict(build, step))
+    operators = made_by(predict(*trained(lambda: nn.Linear(64, 192), loss)))
     efficient = "aten._scaled_dot_product_efficient_attention.default"
     assert operators.count(efficient) == 2 * 4  # four results, twice
     assert operators.count("aten.native_dropout.default") == 2 * 2
@@ -601,25 +589,22 @@ def test_attention_takes_the_kernel_of_its_precision_under_autocast_too():
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_multi_head_attention_takes_the_kernels_of_cuda(weights):
-    def build():
-        model = torch.nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True)
-        return model, torch.optim.AdamW(model.parameters())
+    def make():
+        return nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True)
 
-    def step(state):
-        model, optimizer = state
+    def loss(model):
         x = torch.randn(2, 32, 64)
-        model(x, x, x, need_weights=weights)[0].sum().backward()
-        optimizer.step()
+        return model(x, x, x, need_weights=weights)[0].sum()
 
-    attention = torch.nn.functional.scaled_dot_product_attention
-    report = predict(build, step)
+    attention = F.scaled_dot_product_attention
+    report = predict(*trained(make, loss))
     operators = made_by(report)
     assert ("aten.native_dropout.default" in operators) == weights
     efficient = "aten._scaled_dot_product_efficient_attention.default"
     assert (efficient in operators) == (not weights)
     left_out = any("memory-efficient attention" in words for words in report.not_modelled)
     assert left_out == (not weights)
-    assert torch.nn.functional.scaled_dot_product_attention is attention
+    assert F.scaled_dot_product_attention is attention
 
 
 def test_what_save_on_cpu_keeps_for_the_backward_is_in_host_memory_on_cuda():
@@ -640,7 +625,7 @@ def test_what_save_on_cpu_keeps_for_the_backward_is_in_host_memory_on_cuda():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_grad_scaler_lets_the_optimizer_step(device):
     def build():
-        model = torch.nn.Linear(64, 64)
+        model = nn.Linear(64, 64)
         return model, torch.optim.AdamW(model.parameters()), torch.amp.GradScaler(device)
 
     def step(state):
@@ -782,7 +767,7 @@ def downloads(state):
 
 
 def gathers_sparsely(state):
-    table = torch.nn.Embedding(100, 4, sparse=True)
+    table = nn.Embedding(100, 4, sparse=True)
     table(torch.arange(8)).sum().backward()
 
 
@@ -791,7 +776,7 @@ def nests(state):
 
 
 def traces(state):
-    torch.jit.trace(torch.nn.Linear(4, 4), torch.ones(2, 4))
+    torch.jit.trace(nn.Linear(4, 4), torch.ones(2, 4))
 
 
 def packs(state):
@@ -799,7 +784,13 @@ def packs(state):
 
 
 def linearizes(state):
-    torch.func.linearize(torch.nn.Linear(4, 4), torch.ones(2, 4))
+    torch.func.linearize(nn.Linear(4, 4), torch.ones(2, 4))
+
+
+def searches_along_a_line(state):
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    optimizer.step(lambda: loss_of(model, images))
 
 
 def aligns(state):
@@ -815,6 +806,7 @@ def aligns(state):
         (traces, "predict the module itself"),
         (packs, "predict the padded batch"),
         (linearizes, "take torch.func.jvp"),
+        (searches_along_a_line, "LBFGS"),
         (aligns, "S the longest target"),
         (runs_a_kernel, "say what it returns (register_fake)"),
         (takes_an_address, "say what it returns (register_fake)"),
@@ -862,20 +854,25 @@ def test_a_number_that_decides_is_taken_as_1_which_is_said_or_is_answered(step):
     assert len(high.trace.storages) == len(low.trace.storages) + 1
 
 
+def test_an_answer_of_another_kind_is_refused():
+    line = f"test_footprint.py:{decides.__code__.co_firstlineno + 1}"
+    with pytest.raises(Refused, match="bool"):
+        predict(build_small, decides, "cpu", answers={line: "no"})
+
+
 def compiled_model():
-    model = mlp()
-    return torch.compile(model), torch.optim.AdamW(model.parameters())
+    model, optimizer = with_optimizer(mlp)()
+    return torch.compile(model), optimizer
 
 
 def compiled_in_place():
-    model = mlp()
+    model, optimizer = with_optimizer(mlp)()
     model.compile(dynamic=True)
-    return model, torch.optim.AdamW(model.parameters())
+    return model, optimizer
 
 
 def compiled_optimizer():
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = with_optimizer(mlp)()
     optimizer.step = torch.compile(optimizer.step)
     return model, optimizer
 

@@ -30,6 +30,7 @@ CASES = {
     "gelu": lambda x: turned(F.gelu(x)),
     "embedding": lambda x: turned(F.embedding(torch.zeros(N, 2, dtype=torch.long).t()[0], x)),
     "a product's gradient": products,
+    "a product's gradient as the second operand": lambda x: torch.ones(N, N) @ x,
     "batch_norm": lambda x: F.batch_norm(x, None, None, training=True) * 1.0,
     "sum of integers": lambda x: x * torch.ones(N, N, dtype=torch.int32).sum(-1, keepdim=True),
 }

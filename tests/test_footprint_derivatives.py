@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp
 
 from footprint import measure, predict
+from tests.footprint_models import trained
+from tests.tiers import slow
 
 TOLERANCE = 12  # bytes
 
@@ -92,8 +94,8 @@ DERIVATIVES = (
     of_the_weights,
     forward_jacobian,
     backward_jacobian,
-    jacobian_row_by_row,
-    jacobian_by_columns,
+    slow(jacobian_row_by_row),
+    slow(jacobian_by_columns),
     product_by_two_backwards,
     forward_over_backward,
     second_derivatives,
@@ -101,19 +103,14 @@ DERIVATIVES = (
 )
 
 
-@pytest.mark.parametrize("width", [16, 33])
 @pytest.mark.parametrize("derive", DERIVATIVES)
-def test_derivatives_take_what_the_allocator_records(derive, width):
-    def build():
-        model = nn.Sequential(
+def test_derivatives_take_what_the_allocator_records(derive):
+    width = 33
+
+    def make() -> nn.Module:
+        return nn.Sequential(
             nn.Linear(width, 2 * width), nn.Tanh(), nn.LayerNorm(2 * width), nn.Linear(2 * width, 8)
         )
-        return model, torch.optim.AdamW(model.parameters())
 
-    def step(state):
-        model, optimizer = state
-        derive(model, width).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    build, step = trained(make, lambda model: derive(model, width))
     assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)

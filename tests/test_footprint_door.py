@@ -13,7 +13,6 @@ import pytest
 import profile_memory
 from footprint import __main__ as footprint_command
 from longhaul.memory.search import Bounds
-from tests.tiers import slow
 
 ROOT = Path(__file__).parent.parent
 HUGGING_FACE = "A Hugging Face model"  # sections of docs/FOOTPRINT.md that show what is printed
@@ -225,7 +224,8 @@ def sections() -> dict[str, str]:
     return {heading: body for heading, _, body in parts}
 
 
-@pytest.mark.parametrize("heading", [SCRIPT, OF_YOUR_OWN, slow(HUGGING_FACE)])
+@pytest.mark.slow
+@pytest.mark.parametrize("heading", [SCRIPT, OF_YOUR_OWN, HUGGING_FACE])
 def test_an_example_of_the_document_prints_what_it_says(
     heading, tmp_path, monkeypatch, capsys, request
 ):
@@ -299,6 +299,7 @@ def test_advice_is_a_step_that_fits_and_is_predicted_alike(llama, answer, capsys
     assert answer(*args, *flags)[1]["peak_live_bytes"] == found["peak_live_bytes"]
 
 
+@pytest.mark.slow
 def test_advice_for_what_fits_and_for_what_cannot(mine, llama, answer, capsys):
     args = ["--hf", llama, "--seq", 64, "--advise"]
     assert answer(*args, "--gpu", "H100")[0] == 0
@@ -331,42 +332,7 @@ def test_a_search_finds_the_largest_size_in_few_trials(needs, first):
     assert trials <= 25
 
 
-# ---- bad input
-
-
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        (["--step", "nowhere.py"], "is no Python file"),
-        (["--step", __file__], "has no function 'build'"),
-        (["--step", "MINE", "--seq", "8"], "define step(state, seq=...)"),
-        (["--step", "MINE", "--solve", "context"], "define step(state, seq=...)"),
-        (["--step", "MINE", "--dtype", "bf16"], "build() decides it: drop it"),
-        (["--step", "MINE", "--advise", "--vram", "8"], "use --solve batch"),
-        (["--step", "MINE", "--fsdp", "2"], "call fully_shard on it"),
-        (["--hf", "nowhere"], "there is no config.json"),
-        (["--step", "x.py", "--hf", "y"], "give one"),
-        (["--step", "x.py", "--depth", "0"], "--depth 0 is out of range"),
-        (["--hf", "x", "--advise"], "--gpu NAME or --vram GIB sets the card"),
-        (["--hf", "x", "--advise", "--device", "cpu"], "drop --device cpu"),
-        (["--hf", "x", "--advise", "--solve", "batch"], "answer different questions"),
-        (["--hf", "x", "--gpus", "2"], "--gpus is for --advise"),
-        (["--hf", "x", "--cc", "86"], "--cc is about the card"),
-        (["--hf", "x", "--gpu", "H100", "--device", "cpu"], "drop them, or --device cpu"),
-        (["--hf", "x", "--answer", "x=3"], "give FILE.py:LINE=VALUE"),
-        (["--hf", "x", "--answer", "x.py:3=y z"], "has no value of Python's"),
-        (["--step", "MINE", "--json", "/nowhere/x"], "No such file or directory: '/nowhere/x'"),
-        (["--step", "MINE", "--svg", "/tmp"], "Is a directory: '/tmp'"),
-        (["--hf", "x", "--fsdp", "0"], "--fsdp 0 is out of range"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(args, words, mine, capsys):
-    args = [mine if word == "MINE" else word for word in args]
-    assert profile_memory.main(args) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1
-
+# ---- configurations
 
 LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=512) | SIZES
 BERT = dict(model_type="bert", architectures=["BertForSequenceClassification"])

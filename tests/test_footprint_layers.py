@@ -14,24 +14,14 @@ from footprint import measure, predict
 from footprint.operators import FakeTensors, corrected, is_fake
 from footprint.probe import inside_bytes
 from footprint.workspace import KernelWorkspaces, ProbedWorkspaces
+from tests.footprint_models import trained
 
 TOLERANCE = 12  # bytes
 
 
-def trained(model, inputs):
+def trained_on(model, inputs):
     """build and step of a model of one input; both are made by functions."""
-
-    def build():
-        made = model()
-        return made, torch.optim.AdamW(made.parameters())
-
-    def step(state):
-        made, optimizer = state
-        made(inputs()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return build, step
+    return trained(model, lambda made: made(inputs()).square().mean())
 
 
 class Recurrent(nn.Module):
@@ -302,9 +292,7 @@ CASES |= {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_predicted_peak_is_what_the_allocator_records(name):
-    if name == "LSTM without biases" and torch.__version__ < (2, 13):
-        pytest.skip("6% too high on torch 2.12, as docs/FOOTPRINT.md says under Limits")
-    build, step = trained(*CASES[name])
+    build, step = trained_on(*CASES[name])
     assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
 
 
@@ -481,7 +469,7 @@ def lies(value: Tensor) -> tuple:
 
 def test_what_is_loaded_inside_build_ends_with_it(tmp_path):
     torch.save(Masked().state_dict(), tmp_path / "weights.pt")
-    new, step = trained(Masked, rows)
+    new, step = trained_on(Masked, rows)
 
     def build():
         state = new()
@@ -506,17 +494,17 @@ def test_long_rows_of_an_lstm_are_extended_from_shorter_ones(monkeypatch):
     def rows() -> Tensor:
         return torch.randn(203, 8, 48)
 
-    build, step = trained(functools.partial(Recurrent, bidirectional=True), rows)
+    build, step = trained_on(functools.partial(Recurrent, bidirectional=True), rows)
     monkeypatch.setattr("footprint.recurrent.MOST_PRODUCTS", 0)
     assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
 
 
 def test_recurrent_layers_on_a_gpu_are_named_in_the_first_line():
-    report = predict(*trained(Recurrent, steps), "cuda")
+    report = predict(*trained_on(Recurrent, steps), "cuda")
     (words,) = report.not_modelled
     assert "cuDNN" in words
     first = str(report).partition("\n")[0]
     assert "cuDNN" in first
 
-    others = predict(*trained(Masked, rows), "cuda")
+    others = predict(*trained_on(Masked, rows), "cuda")
     assert "cuDNN" not in str(others).partition("\n")[0]

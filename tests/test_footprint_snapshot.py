@@ -8,21 +8,15 @@ from torch import nn
 from torch.cuda import _memory_viz
 
 from footprint import predict
+from tests.footprint_models import trained
 
 
 @pytest.fixture(scope="module")
 def report():
-    def build():
-        model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
-        return model, torch.optim.AdamW(model.parameters())
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
 
-    def step(state):
-        model, optimizer = state
-        model(torch.randn(1024, 512)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return predict(build, step)
+    return predict(*trained(make, lambda model: model(torch.randn(1024, 512)).square().mean()))
 
 
 @pytest.fixture(scope="module")

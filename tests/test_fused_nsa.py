@@ -1,9 +1,5 @@
-"""longhaul/sparse/triton/nsa.py against the dense float64 oracle and longhaul/sparse/nsa/engine.py;
-test_nsa.py has what all implementations must show.
-
-The kernels run on a GPU if there is one. Otherwise Triton's interpreter runs them: in fp32 and
-fp16, because its bf16 products are wrong, on a few dozen tokens, and with tiles cut small, so that
-every loop takes several steps. Letters as in nsa_oracle.py.
+"""The Triton kernels of Native Sparse Attention: their parts, memory, launches, and what they take
+on a GPU. test_nsa.py compares them with float64, and says where they run.
 """
 
 import functools
@@ -25,22 +21,19 @@ from longhaul.sparse.decode import BlockCache
 from longhaul.sparse.nsa import engine
 from longhaul.sparse.selectors import Exact
 from model import NSAConfig
-from tests import test_nsa
+from tests import oracle
 from tests.test_nsa import (
     DEVICE,
     NAMES,
     TINY,
-    TINY_SIZES,
     all_equal,
-    assert_selection,
     boundaries,
-    fused_attention,
+    compare,
     inputs,
     prepare_triton,
     relative,
     sizes_of,
 )
-from tests.tiers import few_fast, slow
 
 triton = pytest.importorskip(
     "triton",
@@ -77,111 +70,35 @@ def run(tensors, cfg=TINY, cu=None):
     return [x.detach().cpu() for x in parts], [x.cpu() for x in grads]
 
 
-# ---- against the oracle
-
-
-def compare(tensors, cfg=TINY):
-    """Outputs and all gradients against the oracle on the same inputs and the same chosen blocks,
-    and the choice against the oracle's importance.
-    """
-    dtype = tensors[0].dtype
-    _, chosen, truth_in = test_nsa.compare(fused_attention, tensors, cfg, *BOUNDS[dtype])
-    assert_selection(chosen, truth_in, cfg, 1e-5 if dtype == torch.float32 else 1e-4)
-
-
-@pytest.mark.parametrize("T", [1, 4, 17, *map(slow, (3, 16))])
-def test_every_branch_gradient_and_choice_matches_float64(T):
-    compare(make(T, G=1, M=4))
-
-
-@pytest.mark.parametrize("G, M", few_fast([(1, 3), (2, 2), (1, 8)], 4))
-def test_every_group_size_matches_float64(G, M):
-    compare(make(22, G=G, M=M))
-
-
-def test_a_head_dim_that_is_no_power_of_two_matches_float64():
-    compare(make(29, G=1, K=18))
-
-
-def test_fp16_is_within_its_rounding():
-    compare(make(29, G=1, M=1, dtype=torch.float16))
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    few_fast(
-        [
-            dict(cmp_block=4, cmp_stride=4),
-            dict(cmp_block=2, cmp_stride=1, sel_block=2, sel_count=8, window=50),
-            dict(cmp_stride=1, sel_init=0, sel_local=1, window=1),
-            dict(sel_block=6, sel_count=5, sel_init=2, sel_local=3),
-        ],
-        3,
-    ),
-)
-def test_other_block_sizes_match_float64(sizes):
-    cfg = NSAConfig(**(TINY_SIZES | sizes))
-    compare(make(47, G=1, cfg=cfg), cfg)
-
-
-def test_the_tiles_of_a_gpu_match_float64(monkeypatch):
-    monkeypatch.undo()
-    compare(make(45, G=1, M=4))
+# ---- tiles and chunks
 
 
 @pytest.mark.slow
-def test_chunks_of_pairs_equal_one_chunk(monkeypatch):
-    tensors = make(19)
-    whole, whole_grads = run(tensors)
-
-    _, _, H, K = tensors[0].shape
-    M = H // tensors[1].shape[2]
-    numbers_of_a_query = TINY.sel_count * M * K
-    # 17 queries of a KV head at a time, and its last two
-    monkeypatch.setattr(blocks, "PARTIAL_RESULT_NUMBERS", numbers_of_a_query * 17)
-    parts, grads = run(tensors)
-    assert torch.equal(whole[3], parts[3])
-    for x, y in zip([*whole, *whole_grads], [*parts, *grads], strict=True):
-        assert torch.allclose(x, y, rtol=0, atol=5e-6)
+def test_the_tiles_of_a_gpu_match_float64(monkeypatch):
+    monkeypatch.undo()
+    compare("triton", make(45, G=1, M=4), TINY)
 
 
 # ---- the dense branches
 
 
-def causal_truth(lines, tensors):
-    """(o, lse) of lines [C, E, K] in float64, one document and one head at a time."""
-    q, k, v = tensors
-    group = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(group, 1)
-    v = v.repeat_interleave(group, 1)
-    outs, sums = [], []
-    first = 0
-    for count in lines.counts:
-        own = slice(first, first + count)
-        i = torch.arange(count)
-        age = i[:, None] - i[None, :]
-        hidden = age < 0 if lines.window is None else (age < 0) | (age >= lines.window)
-        logits = torch.einsum("ceK,seK->ecs", q[own], k[own]) * q.shape[-1] ** -0.5
-        logits = logits.masked_fill(hidden, -torch.inf)
-        outs.append(torch.einsum("ecs,seK->ceK", logits.softmax(-1), v[own]))
-        sums.append(logits.logsumexp(-1))
-        first += count
-    return torch.cat(outs), torch.cat(sums, 1)
-
-
 @pytest.mark.parametrize(
     "window, dtype",
-    [(None, torch.float32), (2, torch.float16), (5, torch.float32), (600, torch.float16)],
+    [(None, torch.float32), (2, torch.float16), (5, torch.float32), (90, torch.float16)],
 )
-def test_lines_attend_to_their_own_line_and_those_before_it(window, dtype):
-    counts = [7, 1, 1100]
+def test_lines_attend_to_their_own_line_and_those_before_it(window, dtype, monkeypatch):
+    monkeypatch.setattr(stock, "PIECE_LOGITS", 2**14)  # several pieces
+    counts = [7, 1, 150]
     ends = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=DEVICE)
     lines = stock.Lines(counts, ends, window, False)
     make_one = torch.Generator().manual_seed(3)
     shapes = [(sum(counts), heads, 16) for heads in (6, 2, 2, 6)]
     q, k, v, do = (torch.randn(x, generator=make_one).to(DEVICE, dtype) for x in shapes)
     exact = [x.cpu().double().requires_grad_() for x in (q, k, v)]
-    want_o, want_lse = causal_truth(lines, exact)
+    age = torch.arange(sum(counts))[:, None] - torch.arange(sum(counts))
+    own = torch.block_diag(*(torch.ones(count, count) for count in counts)).bool()
+    visible = own & (age >= 0) & (age < (window or 10_000))
+    want_o, want_lse, _ = (x[0] for x in oracle.attend(*(x[None] for x in exact), visible))
     want_grads = torch.autograd.grad(want_o, exact, do.cpu().double())
 
     o, lse = stock.attend(lines, q, k, v)
@@ -191,20 +108,6 @@ def test_lines_attend_to_their_own_line_and_those_before_it(window, dtype):
     assert relative(lse.cpu(), want_lse.detach()) <= forward_bound
     for got, want in zip(grads, want_grads, strict=True):
         assert relative(got.cpu(), want) <= gradient_bound
-
-
-# ---- against the engine
-
-
-def test_equal_importance_keeps_the_lowest_blocks():
-    # 5 free places and 32 blocks: two tiles of blocks
-    cfg = NSAConfig(cmp_block=2, cmp_stride=1, sel_block=2, sel_count=8, window=8)
-    tensors = make(64, G=1, cfg=cfg)
-    with torch.no_grad():
-        tensors[0].zero_()
-    *_, got = engine.nsa_forward(*tensors, None, sizes_of(cfg), True)
-    *_, want = engine.nsa_forward(*tensors, None, sizes_of(cfg))
-    assert torch.equal(got.sort(-1).values, want.sort(-1).values)
 
 
 # ---- extreme inputs
@@ -238,22 +141,7 @@ def test_nan_inputs_reach_the_output_and_read_nothing_out_of_bounds():
     assert block_idx.max() <= 39 // TINY.sel_block
 
 
-# ---- the custom operators
-
-
-@pytest.mark.slow
-def test_opcheck_passes_for_forward_and_backward(monkeypatch):
-    monkeypatch.undo()  # opcheck calls torch.empty_like on tensors without data
-    documents = [5, 1]
-    cu = boundaries(documents)
-    tensors = make(6, G=1, M=1, documents=documents)
-    sizes = sizes_of(TINY)
-    torch.library.opcheck(engine.nsa_forward, (*tensors, cu, sizes, True))
-
-    plain = [x.detach() for x in tensors]
-    o, *saved = engine.nsa_forward(*plain, cu, sizes, True)
-    do = torch.ones_like(o)
-    torch.library.opcheck(engine.nsa_backward, (do, *plain, *saved, cu, sizes, True))
+# ---- memory
 
 
 class ZerosMade(TorchDispatchMode):
@@ -279,9 +167,6 @@ def test_results_without_a_gradient_cost_the_backward_no_zeros(nsa_attention):
     with ZerosMade() as made:
         o.sum().backward()
     assert tuple(o.shape) not in made.shapes
-
-
-# ---- memory
 
 
 def storages(tree):

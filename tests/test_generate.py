@@ -15,7 +15,7 @@ import torch
 import train
 from data import prepare
 from data.writer import write_dataset
-from longhaul import dist, kernels
+from longhaul import kernels
 from longhaul.checkpoint.load import load_model, verified
 from longhaul.clock import ClockedCache
 from longhaul.generate import (
@@ -108,12 +108,12 @@ def run_once(step, device):
 
 
 # a compressed block has 8 tokens; from the 33rd on, some blocks are not read
-STARTS = [("standard", "", 0), ("nsa", "shared", 0), ("nsa", "separate", 35)]
+STARTS = [("standard", "", 0, 9), slow("nsa", "shared", 0, 9), ("nsa", "separate", 35, 5)]
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of Triton's interpreter
-@pytest.mark.parametrize("attention_type, kv, start", STARTS)
-def test_steps_of_fixed_shapes_have_the_logits_of_plain_ones(attention_type, kv, start):
+@pytest.mark.parametrize("attention_type, kv, start, count", STARTS)
+def test_steps_of_fixed_shapes_have_the_logits_of_plain_ones(attention_type, kv, start, count):
     attention = Standard()
     if attention_type == "nsa":
         attention = NSAConfig(8, 4, 8, 4, 1, 2, 11, kv=kv)
@@ -132,7 +132,7 @@ def test_steps_of_fixed_shapes_have_the_logits_of_plain_ones(attention_type, kv,
     for name, parameter in decoder.named_parameters():
         if name.endswith("_w2"):  # 0 at the start, so that compression would not depend on order
             torch.nn.init.normal_(parameter, std=0.3)
-    tokens = torch.randint(64, (1, start + 9), generator=torch.Generator().manual_seed(start))
+    tokens = torch.randint(64, (1, start + count), generator=torch.Generator().manual_seed(start))
     plain = decoder.new_cache(1, 65)
     fixed = by_clock.new_cache(1, 65)
     with torch.no_grad():
@@ -231,24 +231,6 @@ def test_the_stop_token_ends_the_text_and_ids_stay_below_the_tokenizers_vocabula
     assert max(generate(decoder, [1], 40, temperature=5.0, top_k=0, vocab_size=7)) < 7
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        dict(temperature=-1),
-        dict(top_k=-1),
-        dict(top_p=0.0),
-        dict(top_p=1.5),
-        dict(prompt=[]),
-        dict(count=0),
-    ],
-    ids=str,
-)
-def test_settings_that_cannot_be_sampled_from_are_refused(decoder, settings):
-    prompt, count = settings.pop("prompt", [1]), settings.pop("count", 3)
-    with pytest.raises(ValueError, match="at least 1|out of range: give"):
-        list(generate(decoder, prompt, count, **settings))
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scripts")
@@ -290,7 +272,7 @@ def test_scripts_generate_says_that_an_attention_is_slow_on_the_device(run, caps
     assert "warning: slow on cpu" in capsys.readouterr().err
 
 
-# ---- tokenizers, ids and devices
+# ---- tokenizers and ids
 
 
 def refusal(script, capsys, *words) -> str:
@@ -330,12 +312,6 @@ def test_cache_bytes_are_those_of_the_cache():
         kept = kernels.decoder(config).new_cache(1, 100).layers
     tensors = [tensor for layer in kept for tensor in (layer.k_BSGK, layer.v_BSGK)]
     assert cache_bytes(config, 100) == sum(tensor.nbytes for tensor in tensors)
-
-
-@pytest.mark.parametrize("name", ["gpu", "cuda:x", "cuda:1000", "", "CPU"])
-def test_a_misspelt_device_is_refused_with_those_that_there_are(name):
-    with pytest.raises(ValueError, match="use auto, cpu, cuda or cuda:N"):
-        dist.named_device(name)
 
 
 def test_bits_per_byte_of_data_without_bytes_are_called_unknown(run, tmp_path, capsys):

@@ -152,18 +152,6 @@ def test_a_layer_turns_and_norms_its_index_heads_as_the_models():
         assert relative(k[0, :, 0].detach(), torch.cat(turned, -1).detach()) <= 1e-5
 
 
-def test_of_a_head_that_cannot_turn_like_the_models_a_line_says_so():
-    with pytest.raises(ValueError, match="--blocks: given head_dim=12; allowed: a divisor of"):
-        build(dataclasses.replace(INDEXED, head_dim=12))
-
-
-def test_of_a_part_that_cannot_turn_like_the_models_a_line_says_so():
-    with pytest.raises(ValueError, match="--blocks: given partial_rotary_factor=0.75; allowed: 0,"):
-        build(dataclasses.replace(INDEXED, partial_rotary_factor=0.75))
-    with pytest.raises(ValueError, match="allowed: 0 <= partial_rotary_factor <= 1"):
-        dataclasses.replace(INDEXED, partial_rotary_factor=1.5)
-
-
 def test_the_recall_is_the_share_of_full_attention_that_is_read():
     inputs = [x.detach() for x in drawn()]
     read, best, count = recall(INDEXED, *inputs).tolist()

@@ -46,29 +46,6 @@ def test_the_report_of_torchrun_repeats_the_remedy_of_a_typo():
     assert words in before and words in report
 
 
-@pytest.mark.slow
-def test_after_ctrl_c_under_torchrun_a_line_says_what_was_saved(tmp_path):
-    source, out = kit.dataset(tmp_path / "data"), tmp_path / "run"
-    flags = kit.arguments(source, out, "--max_steps", "1000000", "--schedule", "constant")
-    process = subprocess.Popen(
-        [*TORCHRUN, "train.py", *flags],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    kit.wait_for(lambda: kit.steps_logged(out) > 3)
-    os.killpg(process.pid, signal.SIGINT)
-    printed = process.communicate(timeout=300)[1]
-    assert process.returncode != 0
-    assert re.search(
-        r"train.py: stopped by .* and saved at step \d+: run the same command again to continue",
-        printed,
-    ), printed
-
-
 def test_a_disk_that_refuses_the_report_changes_neither_words_nor_code(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
@@ -95,7 +72,7 @@ def test_a_screen_whose_reader_has_gone_drops_what_is_written(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_whose_output_nobody_reads_any_more_is_saved_all_the_same(tmp_path):
+def test_after_ctrl_c_a_run_whose_output_nobody_reads_is_saved_and_a_line_says_so(tmp_path):
     source, out = kit.dataset(tmp_path / "data"), tmp_path / "run"
     flags = kit.arguments(source, out, "--max_steps", "1000000", "--schedule", "constant")
     process = subprocess.Popen(
@@ -103,13 +80,17 @@ def test_a_run_whose_output_nobody_reads_any_more_is_saved_all_the_same(tmp_path
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
     )
     kit.wait_for(lambda: kit.steps_logged(out) > 3)
     process.stdout.close()
     os.killpg(process.pid, signal.SIGINT)
-    process.wait(300)
+    printed = process.stderr.read()
+    assert process.wait(300) != 0
+    assert re.search(r"stopped by .* and saved at step \d+: run the same command", printed), printed
+
     ended = kit.exit_record(out)
     assert ended["code"] == exits.PREEMPTED
     assert ended["last_step"] == kit.steps_logged(out)

@@ -7,16 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-import train
-from data import prepare
 from longhaul import qwen3, step
 from longhaul.checkpoint import start
 from longhaul.config import TrainConfig
 from model import Decoder, ModelConfig, rope_frequencies
-from scripts import convert_qwen3, generate
-from tests import qwen_tokenizer
+from scripts import generate
 
 transformers = pytest.importorskip("transformers", reason="their models are the reference")
 
@@ -69,10 +65,6 @@ def tokens_of(length: int) -> torch.Tensor:
     return torch.randint(640, (2, length), generator=torch.Generator().manual_seed(1))
 
 
-def config_of(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
-
-
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_logits_equal_those_of_transformers(name, tmp_path):
@@ -103,30 +95,6 @@ def test_greedy_tokens_equal_those_of_transformers(name, tmp_path, capsys):
         assert [int(word) for word in capsys.readouterr().out.split()] == expected[0].tolist()
         written.add(tuple(expected[0, len(prompt) :].tolist()))
     assert len(written) == 3
-
-
-@pytest.mark.parametrize("name", ["Llama 3.2", "Qwen2.5", "Qwen2.5, yarn, tied"])
-def test_a_round_trip_keeps_every_file(name, tmp_path):
-    """Through a checkpoint, with the commands: weights bit for bit, settings, tokenizer."""
-    folder = qwen_tokenizer.make(tmp_path / "hf", ["def abc(x):\n" * 9], 260, 260, 640)
-    reference = made(name, folder)
-    convert_qwen3.main(["--input", str(folder), "--output", str(tmp_path / "run")])
-    back = tmp_path / "back"
-    convert_qwen3.main(["--checkpoint", str(tmp_path / "run"), "--output", str(back)])
-
-    before = load_file(folder / "model.safetensors")
-    after = load_file(back / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
-    assert (back / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
-
-    again = transformers.AutoModelForCausalLM.from_pretrained(back)
-    assert type(again) is type(reference)
-    kept = SIZES.keys() - {"max_position_embeddings"}  # what rotary settings say it is
-    for key in (*kept, "rope_parameters", "tie_word_embeddings", "head_dim"):
-        ours = getattr(again.config, key, 16)
-        assert ours == getattr(reference.config, key, 16), key
-    assert qwen3.read_config(back) == qwen3.read_config(folder)
 
 
 @pytest.mark.parametrize(
@@ -170,39 +138,17 @@ def test_frequencies_have_the_bits_of_transformers(tmp_path):
     assert torch.equal(found, expected) and ours_factor == factor
 
 
-def test_a_run_from_a_folder_trains_resumes_and_exports_its_family(tmp_path):
-    folder = qwen_tokenizer.make(tmp_path / "hf", ["def abc(x):\n" * 9], 260, 260, 640)
-    made("Qwen2.5", folder)
-    data = tmp_path / "data"
-    words = f"--input longhaul/parallel --output {data} --workers 1 --tokenizer {folder}"
-    assert prepare.main(words.split()) == 0
-    flags = (
-        f"--data {data} --dtype fp32 --device cpu --eval_every 0 --warmup_steps 0 --lr 1e-3 "
-        f"--context_length 64 --output_dir {tmp_path / 'run'} --init_from "
-        f"{folder} --max_steps"
-    )
-    train.main([*flags.split(), "2"])
-    train.main([*flags.split(), "3"])  # goes on
-    back = tmp_path / "back"
-    convert_qwen3.main(["--checkpoint", str(tmp_path / "run"), "--output", str(back)])
-
-    trained = load_file(back / "model.safetensors")
-    first = load_file(folder / "model.safetensors")
-    name = "model.layers.0.self_attn.k_proj.bias"
-    assert trained.keys() == first.keys() and not torch.equal(trained[name], first[name])
-    assert config_of(back)["architectures"] == ["Qwen2ForCausalLM"]
-
-
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (dict(mlp_bias=True), "mlp_bias=True is not supported"),
+        (dict(mlp_bias=True), "mlp_bias=True"),
         (dict(rope_parameters=LLAMA3 | dict(high_freq_factor=8.0)), "high_freq_factor=8.0"),
     ],
 )
 def test_what_this_decoder_does_not_compute_is_one_line(changes, words, tmp_path):
     made("Llama 3.1", tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config_of(tmp_path) | changes))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ValueError, match=words) as caught:
         qwen3.from_hf(tmp_path)
     assert "\n" not in str(caught.value)

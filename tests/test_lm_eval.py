@@ -4,6 +4,7 @@ The model is random, and the tasks read files that are made here. Whatever needs
 without it.
 """
 
+import functools
 import json
 import random
 import shutil
@@ -22,6 +23,7 @@ from model import Decoder, ModelConfig, NSAConfig
 from scripts import convert_qwen3
 from scripts import lm_eval as command
 from tests import qwen_tokenizer
+from tests.kit import refused
 
 ROOT = Path(__file__).parents[1]
 WINDOW = 256
@@ -133,11 +135,11 @@ def tasks(tmp_path_factory) -> Path:
                 choices=[phrase(1, 1, 2, 3) for _ in range(4)],
                 answer=draw.randrange(4),
             )
-            for _ in range(10)
+            for _ in range(6)
         ],
         "text": [dict(text=phrase(length)) for length in (1, 40, 150, 300)]
         + [dict(text="  é😀\n\tx ")],
-        "write": [dict(prompt=phrase(1, 9, 25), answer=phrase(2)) for _ in range(8)],
+        "write": [dict(prompt=phrase(1, 9, 25), answer=phrase(2)) for _ in range(6)],
     }
     for name, (kind, rest) in KINDS.items():
         file = root / f"{name}.jsonl"
@@ -246,25 +248,17 @@ def test_no_tensor_has_the_size_of_the_logits(adapter):
 # ---- what does not fit
 
 
-def test_a_prompt_longer_than_the_window_is_refused_and_not_cut(adapter):
+def test_what_the_window_does_not_hold_is_refused_and_not_cut(adapter):
     # the last token of a continuation is not read
     adapter._loglikelihood_tokens(pairs_of([200], [WINDOW - 199]), disable_tqdm=True)
-
-    with pytest.raises(ValueError, match=f"needs {WINDOW + 1} tokens.*window is {WINDOW};"):
+    with pytest.raises(ValueError, match=f"{WINDOW + 1} tokens"):
         adapter._loglikelihood_tokens(pairs_of([200], [WINDOW - 198]), disable_tqdm=True)
-
-
-def test_a_continuation_without_a_token_is_refused(adapter):
-    with pytest.raises(ValueError, match="adds no token to its context"):
+    with pytest.raises(ValueError, match="no token"):
         adapter._loglikelihood_tokens([(None, [1, 2], [])], disable_tqdm=True)
 
-
-def test_a_prompt_without_room_for_what_is_generated_is_refused(adapter):
-    prompt = adapter.own_tokenizer.decode(adapter.tok_encode("x y z")[:3])
-    count = len(adapter.tok_encode(prompt))
-    settings = dict(until=[], max_gen_toks=WINDOW - count + 1)
-    with pytest.raises(ValueError, match=f"needs {WINDOW + 1} tokens"):
-        adapter.generate_until(asked((prompt, settings)), disable_tqdm=True)
+    count = len(adapter.tok_encode("x y z"))
+    with pytest.raises(ValueError, match=f"{WINDOW + 1} tokens"):
+        written(adapter, "x y z", until=[], max_gen_toks=WINDOW - count + 1)
 
 
 # ---- generation
@@ -309,7 +303,7 @@ def test_settings_of_generation_that_do_nothing_are_taken_and_others_refused(ada
     assert written(adapter, "A", until=[], max_gen_toks=3, num_beams=1, repetition_penalty=1.0)
     with pytest.raises(ValueError, match="num_beams"):
         written(adapter, "A", until=[], num_beams=4)
-    with pytest.raises(ValueError, match="do_sample and no temperature"):
+    with pytest.raises(ValueError, match="do_sample"):
         written(adapter, "A", until=[], do_sample=True)
 
 
@@ -335,14 +329,18 @@ def evaluated(lm, tasks: Path) -> dict:
     return evaluate(lm, manager.load(list(KINDS)), bootstrap_iters=10)
 
 
-@pytest.fixture(scope="module", params=["hugging face", "sentencepiece"])
-def run(request, folder, tmp_path_factory) -> Path:
-    """The folder of a run that was imported, with a tokenizer of either kind."""
+@pytest.fixture(scope="module")
+def dense_run(folder, tmp_path_factory) -> Path:
+    """The folder of a run that was imported, with a tokenizer of Hugging Face."""
     run = tmp_path_factory.mktemp("run") / "run"
-    if request.param == "hugging face":
-        convert_qwen3.main(["--input", str(folder), "--output", str(run)])
-        return run
+    convert_qwen3.main(["--input", str(folder), "--output", str(run)])
+    return run
 
+
+@pytest.fixture(scope="module")
+def pieces_run(tmp_path_factory) -> Path:
+    """The same with a sentencepiece model."""
+    run = tmp_path_factory.mktemp("run") / "run"
     decoder = kernels.decoder(ModelConfig(**SMALL), seed=2)
     with torch.no_grad():  # no single bytes: transformers spells those that are no UTF-8 otherwise
         decoder.embed.weight[:BYTES] = 0
@@ -353,7 +351,11 @@ def run(request, folder, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_answers_and_metrics_are_those_of_hflm_on_the_exported_folder(run, tasks, tmp_path):
+@pytest.mark.parametrize("name", ["dense_run", "pieces_run"])
+def test_answers_and_metrics_are_those_of_hflm_on_the_exported_folder(
+    name, tasks, tmp_path, request
+):
+    run = request.getfixturevalue(name)
     installed("lm_eval")
     installed("accelerate")
     from lm_eval.models.huggingface import HFLM
@@ -405,20 +407,18 @@ def compare(ours: list[dict], theirs: list[dict]):
 # ---- the command
 
 
-def test_a_dense_model_is_left_to_the_harness(folder, run, capsys, monkeypatch):
+def test_a_dense_model_is_left_to_the_harness(folder, dense_run, capsys, monkeypatch):
+    asking = ["--tasks", "arc_easy"]
     monkeypatch.setattr(command, "require_extra", lambda: None)
-    said = refusal(capsys, "--checkpoint", folder, "--tasks", "arc_easy")
-    assert f"run `lm_eval --model hf --model_args pretrained={folder}," in said
-    said = refusal(capsys, "--checkpoint", run, "--tasks", "arc_easy")
-    assert "python -m scripts.convert_qwen3 --checkpoint" in said
+    said = refused(capsys, command.main, ["--checkpoint", folder, *asking])
+    assert f"lm_eval --model hf --model_args pretrained={folder}," in said
+    said = refused(capsys, command.main, ["--checkpoint", dense_run, *asking])
+    assert f"scripts.convert_qwen3 --checkpoint {dense_run}" in said
 
-
-def refusal(capsys, *words) -> str:
-    """The last line on standard error of a command that ends with exit code 2."""
-    with pytest.raises(SystemExit) as stop:
-        command.main([str(word) for word in words])
-    assert stop.value.code == 2
-    return capsys.readouterr().err.splitlines()[-1]
+    monkeypatch.undo()
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    said = refused(capsys, command.main, ["--checkpoint", folder, *asking])
+    assert "pip install lm_eval" in said
 
 
 @pytest.fixture(scope="module")
@@ -442,17 +442,18 @@ def sparse_run(folder, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table_and_writes_json(sparse_run, tasks, tmp_path, capsys):
-    installed("lm_eval")
+def test_the_command_prints_a_table_and_writes_json(
+    sparse_run, tasks, tmp_path, capsys, monkeypatch
+):
+    harness = installed("lm_eval.tasks")
+    own_only = functools.partial(harness.TaskManager, include_defaults=False)
+    monkeypatch.setattr(harness, "TaskManager", own_only)  # those of the harness take long to list
     file = tmp_path / "results.json"
     words = f"--checkpoint {sparse_run} --tasks choice,write --include_path {tasks} --limit 3"
     command.main([*words.split(), "--device", "cpu", "--output", str(file)])
 
-    captured = capsys.readouterr()
-    assert "|choice|" in captured.out and "acc_norm" in captured.out
-    assert "exact_match" in captured.out and f"wrote {file}" in captured.out
-    assert "log-likelihoods: 100%" in captured.err
-
+    said = capsys.readouterr().out
+    assert "|choice|" in said and "exact_match" in said and str(file) in said
     results = json.loads(file.read_text())
     assert 0 <= results["results"]["choice"]["acc,none"] <= 1
     assert results["n-samples"]["choice"]["effective"] == 3
@@ -466,7 +467,7 @@ def test_names_and_patterns_of_tasks_are_matched(tasks):
     known = TaskManager(include_path=str(tasks), include_defaults=False)
     found = command.load_tasks(["*e", "choice"], known)
     assert [task.config.task for task in found] == ["choice", "write"]
-    with pytest.raises(ValueError, match="'choise' is unknown"):
+    with pytest.raises(ValueError, match="choise"):
         command.load_tasks(["choice", "choise"], known)
 
 
@@ -480,21 +481,8 @@ class Failing:
         raise self.error
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        ConnectionError("no\nroute"),
-        KeyError("tests"),
-        ImportError("Please install `wonderwords`"),
-    ],
-)
+@pytest.mark.parametrize("error", [ConnectionError("no\nroute"), KeyError("x"), ImportError("x")])
 def test_a_task_that_cannot_be_loaded_is_answered_in_one_line(error):
-    with pytest.raises(ValueError, match="task mine cannot be loaded .*in its YAML file$") as said:
+    with pytest.raises(ValueError, match=f"task mine .*{type(error).__name__}") as said:
         command.load_task("mine", Failing(error))
-    assert type(error).__name__ in str(said.value) and "\n" not in str(said.value)
-
-
-def test_a_model_without_the_extra_is_answered_in_one_line(folder, capsys, monkeypatch):
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    said = refusal(capsys, "--checkpoint", folder, "--tasks", "arc_easy")
-    assert "pip install lm_eval" in said
+    assert "\n" not in str(said.value)

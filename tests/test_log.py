@@ -11,6 +11,7 @@ import pytest
 from base import durable
 from longhaul.run import log
 from longhaul.run.health import recent_losses
+from tests import kit
 
 
 def record(step: int, loss: float | None = 3.0) -> dict:
@@ -29,10 +30,6 @@ def logger(tmp_path):
     yield open_log
     for one in opened:
         one.progress.close()
-
-
-def records(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_file_gets_a_plain_line_for_each_step_that_is_shown(logger, capsys):
@@ -93,7 +90,7 @@ def test_a_step_without_a_loss_is_said_in_words(terminal, logger, tmp_path, monk
     shown.step(record(1, None))
     shown.progress.close()
     assert "no targets" in screen.getvalue() and "loss" not in screen.getvalue()
-    assert records(tmp_path)[0]["loss"] is None
+    assert kit.records(tmp_path)[0]["loss"] is None
 
 
 def test_a_validation_is_a_record_without_a_steps_loss(logger, tmp_path, capsys):
@@ -101,7 +98,7 @@ def test_a_validation_is_a_record_without_a_steps_loss(logger, tmp_path, capsys)
     shown.step(record(1, 5.0))
     shown.validation(1, [log.Validation("a", 1.0, 2.0, 77)])
     shown.step(record(2, 4.0))
-    found = records(tmp_path)[1]
+    found = kit.records(tmp_path)[1]
     assert found.pop("time") > 1e9
     assert found == {
         "step": 1,
@@ -120,7 +117,7 @@ def test_a_resumed_run_drops_steps_and_validations_after_its_checkpoint(logger, 
         shown.validation(step, [log.Validation("a", 1.0, 2.0, 7)])
     shown.close()
     logger(first_step=2).close()
-    assert [one["step"] for one in records(tmp_path)] == [1, 1, 2, 2]
+    assert [one["step"] for one in kit.records(tmp_path)] == [1, 1, 2, 2]
 
 
 def test_files_of_json_have_null_for_what_is_no_number(tmp_path):

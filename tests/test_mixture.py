@@ -161,13 +161,6 @@ def test_every_document_is_in_one_part(corpora):
     assert loaders[0].split.lengths.max() <= 63 < loaders[1].split.lengths.min()
 
 
-def test_a_corpus_without_long_documents_is_named(corpora):
-    with pytest.raises(
-        ValueError, match="web has no document of 64 tokens or more .*: drop --long_fraction"
-    ):
-        order(corpora, 64, 5, split=Split(63, Fraction(1, 4), "--long_fraction"))
-
-
 # ---- whole documents
 
 
@@ -204,14 +197,8 @@ def test_whole_documents_of_a_mixture_and_of_long_ones(corpora):
     rows = order(code, 300, 4, split=split, whole=True)
     found = pieces_of(rows, range(40))
     assert [row == (300,) for row in found].count(True) == 30
-    with pytest.raises(ValueError, match="no document of 200 to 200 tokens .*--long_fraction"):
+    with pytest.raises(ValueError, match="--long_fraction"):
         order(code, 200, 4, split=Split(199, Fraction(1, 4), "--long_fraction"), whole=True)
-
-
-def test_whole_documents_without_any_that_fit_are_refused(corpora):
-    books = (Corpus("books", corpora[1].dataset, Fraction(1)),)
-    with pytest.raises(ValueError, match="books has no document of fewer than 65 tokens"):
-        order(books, 64, 1, whole=True)
 
 
 # ---- what --data says
@@ -269,24 +256,13 @@ def test_a_run_logs_the_tokens_and_the_validation_loss_of_each_corpus(
         assert f"validation loss    {loss:.4f} " in printed
 
 
-def test_a_mixture_resumes_to_the_same_bits(two_corpora, tmp_path):
-    run(two_corpora, tmp_path / "whole", "--max_steps", "6", "--schedule", "constant")
-    for steps in ("3", "6"):
-        run(two_corpora, tmp_path / "parts", "--max_steps", steps, "--schedule", "constant")
-    assert kit.same_end(tmp_path / "parts", tmp_path / "whole")
-
-
-def test_changed_shares_are_refused_unless_the_checkpoint_is_named(two_corpora, tmp_path, capsys):
+def test_changed_shares_are_refused_unless_the_checkpoint_is_named(two_corpora, tmp_path):
     out = tmp_path / "run"
     run(two_corpora, out, "--max_steps", "2", "--schedule", "constant")
     other = two_corpora.replace(":0.75", ":0.5").replace(":0.25", ":0.5")
-    with pytest.raises(SystemExit) as stop:
-        run(other, out, "--max_steps", "4", "--schedule", "constant")
-    assert stop.value.code == 2
-    said = capsys.readouterr().err
+    more = ["--max_steps", "4", "--schedule", "constant"]
+    said = kit.run(kit.arguments(other, out, *more), code=2)
     assert "recorded web 3/4, books 1/4, now web 1/2, books 1/2" in said
-    assert f"add --resume {out}/step-00000002" in said
 
-    named = str(out / "step-00000002")
-    run(other, out, "--max_steps", "4", "--schedule", "constant", "--resume", named)
+    run(other, out, *more, "--resume", str(out / "step-00000002"))
     assert kit.records(out)[-1]["tokens/web"] == 0.5 * 4 * 2 * kit.CONTEXT

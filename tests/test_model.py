@@ -120,35 +120,61 @@ def assert_equal_runs(got, truth, tolerance: float):
 # ------------------------------------------------------------------------------- against the oracle
 
 
+SEGMENTS = [[5, 1, 11], [9, 8], [17]]  # lengths of the documents of three rows of 17
+
+
+def packed(continued: bool = False):
+    """doc_ids [3, 17] and the (row, start, end) of each document; `continued`: an id runs over the
+    end of a row.
+    """
+    ids = []
+    documents = []
+    current = 0
+    for row, lengths in enumerate(SEGMENTS):
+        if not (continued and row):
+            current += 1
+        start, line = 0, []
+        for length in lengths:
+            line += [current] * length
+            documents.append((row, start, start + length))
+            start, current = start + length, current + 1
+        current -= 1
+        ids.append(line)
+    return torch.tensor(ids), documents
+
+
+def whole(rows: int, length: int):
+    """No doc_ids, and a document for each row."""
+    return None, [(row, 0, length) for row in range(rows)]
+
+
+def heads(kv_heads: int, tied: bool, loss: str) -> dict:
+    return dict(num_heads=8, num_kv_heads=kv_heads, tie_embeddings=tied, loss=loss)
+
+
 @MAKES
 @pytest.mark.parametrize(
-    "kv_heads, tied, loss",
+    "documents, changes",
     [
-        (8, True, "standard"),
-        (4, False, "standard"),
-        (2, True, "chunked"),
-        (1, False, "chunked"),
-        (4, True, "one_pass"),
-        (2, False, "one_pass"),
+        (whole(2, 17), heads(8, True, "standard")),
+        (whole(2, 17), heads(4, False, "standard")),
+        (whole(2, 17), heads(2, True, "chunked")),
+        (whole(2, 17), heads(1, False, "chunked")),
+        (whole(2, 17), heads(4, True, "one_pass")),
+        (whole(2, 17), heads(2, False, "one_pass")),
+        *[(whole(1, length), {}) for length in (1, 2, 3, 257)],
+        (packed(), dict(loss="standard")),
+        (packed(), dict(loss="chunked")),
+        (packed(continued=True), dict(loss="one_pass")),
     ],
 )
-def test_logits_loss_and_every_gradient_equal_the_oracle_for_each_grouping_of_heads(
-    kv_heads, tied, loss, make
-):
-    heads = dict(num_heads=8, num_kv_heads=kv_heads)
-    decoder = build(dtype="float64", make=make, **heads, tie_embeddings=tied, loss=loss)
-    tokens, labels = some_tokens(2, 17), some_labels(2, 17)
-    truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels)
-    assert_equal_runs(decoder_run(decoder, tokens, labels), truth, 1e-10)
-
-
-@MAKES
-@pytest.mark.parametrize("length", [1, 2, 3, 257])
-def test_odd_lengths_equal_the_oracle(length, make):
-    decoder = build(dtype="float64", make=make)
-    tokens, labels = some_tokens(1, length), some_labels(1, length)
-    truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels)
-    assert_equal_runs(decoder_run(decoder, tokens, labels), truth, 1e-10)
+def test_logits_loss_and_every_gradient_equal_the_oracle(documents, changes, make):
+    decoder = build(dtype="float64", make=make, **changes)
+    doc_ids, spans = documents
+    shape = spans[-1][0] + 1, spans[-1][2]
+    tokens, labels = some_tokens(*shape), some_labels(*shape)
+    truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels, spans)
+    assert_equal_runs(decoder_run(decoder, tokens, labels, doc_ids=doc_ids), truth, 1e-10)
 
 
 def test_fp32_is_within_rounding_of_the_truth():
@@ -213,39 +239,6 @@ def test_own_functions_keep_the_low_precision_of_their_input_and_the_dtype_of_th
 
 
 # ---------------------------------------------------------------------------------------- documents
-
-SEGMENTS = [[5, 1, 11], [9, 8], [17]]  # lengths of the documents of three rows of 17
-
-
-def packed(continued: bool = False):
-    """doc_ids [3, 17] and the (row, start, end) of each document; `continued`: an id runs over the
-    end of a row.
-    """
-    ids = []
-    documents = []
-    current = 0
-    for row, lengths in enumerate(SEGMENTS):
-        if not (continued and row):
-            current += 1
-        start, line = 0, []
-        for length in lengths:
-            line += [current] * length
-            documents.append((row, start, start + length))
-            start, current = start + length, current + 1
-        current -= 1
-        ids.append(line)
-    return torch.tensor(ids), documents
-
-
-@pytest.mark.parametrize("continued", [False, True])
-@pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
-@MAKES
-def test_packed_documents_equal_separate_ones_in_logits_and_gradients(continued, loss, make):
-    decoder = build(dtype="float64", make=make, loss=loss)
-    doc_ids, documents = packed(continued)
-    tokens, labels = some_tokens(3, 17), some_labels(3, 17)
-    truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels, documents)
-    assert_equal_runs(decoder_run(decoder, tokens, labels, doc_ids=doc_ids), truth, 1e-10)
 
 
 def test_document_ids_on_the_host_stay_there_when_fsdp_moves_the_inputs():
@@ -638,16 +631,6 @@ def test_training_flops_count_products_as_torch_counts_them(tied):
     assert scores == 12 * 2 * 4 * 6 * pairs
 
 
-def test_the_4b_costs_six_flops_per_parameter_and_mostly_attention_at_131k():
-    config = ModelConfig.preset("4B")
-    assert train_flops(config, 1, 0) == pytest.approx(6 * config.num_params(), rel=1e-3)
-    whole, dense = (
-        train_flops(config, 131_072, 131_072 * 131_073 / 2),
-        train_flops(config, 131_072, 0),
-    )
-    assert (whole - dense) / whole == pytest.approx(0.83, abs=0.01)
-
-
 @pytest.mark.parametrize(
     "seq,gib,chunked",
     [
@@ -779,19 +762,19 @@ def test_a_loss_without_gradients_makes_none():
 
 
 @pytest.mark.parametrize(
-    "wrong, kind, words",
+    "wrong, kind",
     [
-        (lambda h, w, y: (h[None], w, y), ValueError, r"\[N, D\] and \[V, D\]"),
-        (lambda h, w, y: (h, w[:, 1:], y), ValueError, r"\[N, D\] and \[V, D\]"),
-        (lambda h, w, y: (h, w, y[1:]), ValueError, "one for each of the 37 rows"),
-        (lambda h, w, y: (h, w, y.where(y != IGNORE, 301)), IndexError, "label 301 at position 0"),
+        (lambda h, w, y: (h[None], w, y), ValueError),
+        (lambda h, w, y: (h, w[:, 1:], y), ValueError),
+        (lambda h, w, y: (h, w, y[1:]), ValueError),
+        (lambda h, w, y: (h, w, y.where(y != IGNORE, 301)), IndexError),
     ],
 )
-def test_what_makes_no_loss_is_refused_in_one_line(wrong, kind, words):
-    with pytest.raises(kind, match=words) as caught:
+def test_what_makes_no_loss_is_refused_in_one_line(wrong, kind):
+    with pytest.raises(kind) as caught:
         linear_cross_entropy(*wrong(*loss_inputs()))
     assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="'mean' or 'sum'"):
+    with pytest.raises(ValueError, match="reduction"):
         linear_cross_entropy(*loss_inputs(), reduction="none")
 
 
@@ -809,35 +792,35 @@ def test_the_head_sends_any_function_to_its_weight():
 # ---------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
-    "changes,words",
-    [
-        (dict(vocab_size=0), "vocab_size=0"),
-        (dict(hidden_size=-4), "hidden_size=-4"),
-        (dict(num_kv_heads=0), "num_kv_heads=0"),
-        (dict(head_dim=0), "head_dim=0"),
-        (dict(loss_chunk_size=-1), "loss_chunk_size=-1"),
-        (dict(rope_theta=-1.0), "rope_theta=-1.0"),
-        (dict(rope_theta=1.0), "rope_theta=1.0"),
-        (dict(rope_theta=math.inf), "rope_theta=inf"),
-        (dict(logits_threshold_gib=math.nan), "logits_threshold_gib=nan"),
-        (dict(logits_threshold_gib=-1.0), "logits_threshold_gib=-1.0"),
-        (dict(rope_scaling="yarn", rope_factor=math.nan), "rope_factor"),
-        (dict(rope_original_context=0), "rope_original_context=0"),
-        (dict(norm_eps=0.0), "norm_eps=0.0"),
-        (dict(norm_eps=math.nan), "norm_eps=nan"),
-        (dict(rope_scaling="ntk"), "none, linear, yarn"),
-        (dict(loss="tiled"), "auto, standard, chunked"),
-        (dict(compute_dtype="fp8"), "bfloat16"),
-        (dict(num_heads=6, num_kv_heads=4), r"\[1, 2, 3, 6\]"),
-        (dict(head_dim=7), "even head_dim"),
-        (dict(rope_factor=2.0), "rope_scaling='none'"),
-        (dict(rope_scaling="yarn"), "above 1"),
-        (dict(rope_scaling="linear", rope_factor=0.5), "above 1"),
-    ],
-)
-def test_a_wrong_configuration_is_one_line_that_names_field_and_remedy(changes, words):
-    with pytest.raises(ValueError, match=words) as caught:
+WRONG = [
+    dict(vocab_size=0),
+    dict(hidden_size=-4),
+    dict(num_kv_heads=0),
+    dict(head_dim=0),
+    dict(loss_chunk_size=-1),
+    dict(rope_theta=-1.0),
+    dict(rope_theta=1.0),
+    dict(rope_theta=math.inf),
+    dict(logits_threshold_gib=math.nan),
+    dict(logits_threshold_gib=-1.0),
+    dict(rope_factor=math.nan, rope_scaling="yarn"),
+    dict(rope_original_context=0),
+    dict(norm_eps=0.0),
+    dict(norm_eps=math.nan),
+    dict(rope_scaling="ntk"),
+    dict(loss="tiled"),
+    dict(compute_dtype="fp8"),
+    dict(num_heads=6, num_kv_heads=4),
+    dict(head_dim=7),
+    dict(rope_factor=2.0),
+    dict(rope_scaling="yarn"),
+    dict(rope_factor=0.5, rope_scaling="linear"),
+]
+
+
+@pytest.mark.parametrize("changes", WRONG, ids=str)
+def test_a_wrong_configuration_is_one_line_that_names_the_field(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))) as caught:
         ModelConfig(**SMALL | changes)
     assert "\n" not in str(caught.value)
 
@@ -850,43 +833,21 @@ def test_an_unknown_preset_or_field_names_the_known_ones():
 
 
 @pytest.mark.parametrize(
-    "arguments,words",
+    "name, arguments",
     [
-        (
-            lambda decoder: dict(tokens_BT=torch.zeros(5, dtype=torch.long)),
-            r"\(5,\).*\[batch, tokens\]",
-        ),
-        (lambda decoder: dict(tokens_BT=torch.zeros(1, 0, dtype=torch.long)), "at least one token"),
-        (
-            lambda decoder: dict(tokens_BT=some_tokens(1, 5), labels_BT=some_labels(1, 4)),
-            "one target per position",
-        ),
-        (
-            lambda decoder: dict(
-                tokens_BT=some_tokens(1, 5),
-                doc_ids=torch.zeros(1, 5),
-                cache=decoder.new_cache(1, 5),
-            ),
-            "cache and doc_ids",
-        ),
-        (
-            lambda decoder: dict(
-                tokens_BT=some_tokens(2, 6), doc_ids=torch.zeros(1, 12, dtype=torch.int32)
-            ),
-            r"doc_ids are \(1, 12\) and tokens \(2, 6\): give one id per token",
-        ),
-        (
-            lambda decoder: dict(
-                tokens_BT=some_tokens(2, 6), positions=torch.zeros(1, 1, dtype=torch.int64)
-            ),
-            r"positions are \(1, 1\) and tokens \(2, 6\)",
-        ),
+        ("tokens", dict(tokens_BT=torch.zeros(5, dtype=torch.long))),
+        ("token", dict(tokens_BT=torch.zeros(1, 0, dtype=torch.long))),
+        ("target", dict(tokens_BT=some_tokens(1, 5), labels_BT=some_labels(1, 4))),
+        ("cache", dict(tokens_BT=some_tokens(1, 5), doc_ids=torch.zeros(1, 5))),
+        ("doc_ids", dict(tokens_BT=some_tokens(2, 6), doc_ids=torch.zeros(1, 12))),
+        ("positions", dict(tokens_BT=some_tokens(2, 6), positions=torch.zeros(1, 1))),
     ],
 )
-def test_a_wrong_call_is_one_line_that_names_the_remedy(arguments, words):
+def test_a_wrong_call_is_one_line_that_says_what_is_wrong(name, arguments):
     decoder = build()
-    with pytest.raises(ValueError, match=words) as caught:
-        decoder(**arguments(decoder))
+    cache = decoder.new_cache(1, 5) if name == "cache" else None
+    with pytest.raises(ValueError, match=name) as caught:
+        decoder(**arguments, cache=cache)
     assert "\n" not in str(caught.value)
 
 

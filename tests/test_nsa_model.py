@@ -3,7 +3,6 @@ test_selectors.py has what all selectors must show.
 """
 
 import dataclasses
-import json
 import re
 import sys
 
@@ -13,7 +12,6 @@ import torch
 import model
 from base import machine
 from longhaul import kernels
-from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
 from longhaul.sparse import nsa
 from model import Decoder, ModelConfig, NSAConfig, Standard
@@ -204,16 +202,3 @@ def test_the_triton_twin_in_the_decoder_equals_the_engine_and_says_where_it_runs
     monkeypatch.setattr(tiles, "INTERPRETED", False)
     with pytest.raises(ValueError, match="were given torch.float32 on cpu;.*TRITON_INTERPRET=1"):
         run("triton")
-
-
-def test_a_sparse_configuration_survives_the_run_record():
-    cfg = TrainConfig(model_size="tiny", attention_type="nsa", blocks=("kv=separate", "window=128"))
-    again = TrainConfig(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in json.loads(json.dumps(dataclasses.asdict(cfg))).items()
-        }
-    )
-    assert again.model() == cfg.model() and again.model().attention == NSAConfig(
-        kv="separate", window=128
-    )

@@ -19,6 +19,7 @@ from footprint.device import Demand
 from longhaul.config import TrainConfig
 from longhaul.memory import reconcile
 from longhaul.memory.deep import profile
+from tests.tiers import slow
 
 NAMES = [row.name for row in ROWS]
 
@@ -163,36 +164,47 @@ def test_every_triton_kernel_has_a_row_and_comes_first():
     assert len(set(NAMES)) == len(NAMES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_every_row_is_rehearsed(name, tmp_path):
-    one = dataclasses.replace(ROWS[NAMES.index(name)], seconds=600)
-    if on_gpu.left_out([one]):
-        pytest.skip(f"{one.needs} is not installed")
-    code, found = rehearsed(tmp_path, one)
-    assert code == 0, "\n".join(found[name]["output"])
+def test_the_tests_of_a_gpu_are_there():
+    for name in on_gpu.TESTS.split():
+        assert "pytest.mark.gpu" in (on_gpu.ROOT / name).read_text()
+
+
+def code_of(command: str) -> int:
+    """The exit code of a row's command in this process."""
+    module, *words = shlex.split(command.removeprefix("-m "))
+    program = importlib.import_module(module.removesuffix(".py"))
+    try:
+        return program.main(words) or 0
+    except SystemExit as end:
+        return end.code
+
+
+PROGRAMS = [row for row in ROWS if row.name != "tests"]
+# some rows are the same at toy size; tests/test_benchmarks.py runs that of attention
+TOYS = {row.toy: row for row in PROGRAMS if "attention" not in row.name}.values()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [slow(row) if row.name.endswith("transformers") else row for row in TOYS],
+    ids=lambda row: row.name,
+)
+def test_every_row_runs_at_toy_size(row, tmp_path):
+    pytest.importorskip(row.needs, reason=f"{row.needs} is not installed")
+    assert code_of(row.toy.replace("{output}", str(tmp_path))) == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, and would be used")
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "tests"])
-def test_all_that_a_rows_command_lacks_here_is_a_gpu(name, capsys):
-    module, *words = shlex.split(ROWS[NAMES.index(name)].command.removeprefix("-m "))
-    program = importlib.import_module(module.removesuffix(".py"))
-    try:
-        code = program.main(words)
-    except SystemExit as end:
-        code = end.code
-    assert code == 2
+@pytest.mark.parametrize("row", PROGRAMS, ids=lambda row: row.name)
+def test_all_that_a_rows_command_lacks_here_is_a_gpu(row, capsys):
+    assert code_of(row.command) == 2
     assert "cuda" in capsys.readouterr().err.lower()
 
 
 # ---- a step that is measured on a GPU
 
 
-@pytest.mark.parametrize("grows", [True, False])
-def test_a_measured_step_names_its_stages_its_seconds_and_the_allocators_segments(
-    grows, monkeypatch
-):
+def test_a_measured_step_names_its_stages_its_seconds_and_the_allocators_segments(monkeypatch):
     imitated = dict(
         max_memory_allocated=lambda device=None: 3,
         max_memory_reserved=lambda device=None: 3,
@@ -202,7 +214,6 @@ def test_a_measured_step_names_its_stages_its_seconds_and_the_allocators_segment
     )
     for name, function in imitated.items():
         monkeypatch.setattr(torch.cuda, name, function)
-    monkeypatch.setattr(reconcile, "expandable_segments", lambda: grows)
     cfg = TrainConfig(
         model_size="tiny",
         model_overrides=("num_layers=1",),
@@ -218,9 +229,11 @@ def test_a_measured_step_names_its_stages_its_seconds_and_the_allocators_segment
 
     predicted = profile(cfg, 1, "cuda")
     demand = Demand.of(predicted.trace)
-    found["reserved_peak_bytes"] = (demand.expandable if grows else demand.classic).peak_reserved
-    lines = reconcile.table(predicted, found, demand).splitlines()
-    (reserved,) = [line for line in lines if line.startswith("reserved")]
-    assert reserved.endswith("+0.000%")
-    assert f"{found['seconds']:.2f} s" in lines[-1]
     assert demand.expandable.peak_reserved != demand.classic.peak_reserved
+    for grows, reserved in ((True, demand.expandable), (False, demand.classic)):
+        monkeypatch.setattr(reconcile, "expandable_segments", lambda grows=grows: grows)
+        found["reserved_peak_bytes"] = reserved.peak_reserved
+        lines = reconcile.table(predicted, found, demand).splitlines()
+        (line,) = [line for line in lines if line.startswith("reserved")]
+        assert line.endswith("+0.000%")
+        assert f"{found['seconds']:.2f} s" in lines[-1]

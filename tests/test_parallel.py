@@ -2,7 +2,6 @@
 and weights.
 """
 
-import dataclasses
 import functools
 import math
 from pathlib import Path
@@ -14,7 +13,6 @@ from data.loader import Batch
 from longhaul import dist, step
 from longhaul.checkpoint import load, save
 from longhaul.config import TrainConfig
-from longhaul.exits import WorldError
 from longhaul.generate import generate
 from tests.ranks import run_ranks
 
@@ -157,18 +155,6 @@ def assert_same(result: dict, truth: dict):
         # as a whole, against how far training moved it
         moved = (weight - truth["before"][name]).norm()
         assert moved > 0 and float((result["weights"][name] - weight).norm() / moved) < 1e-4, name
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(batch_size=1),
-        dict(batch_size=1, loss="one_pass"),
-    ],
-    ids=str,
-)
-def test_levers_on_one_process_change_nothing(single, changes):
-    assert_same(train(dist.World(), changes), single[True])
 
 
 # {name: (ranks, settings)}: processes start once per name and run all of its settings
@@ -389,17 +375,3 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(replicas):
     for result in (first, second):
         assert result["skipped"]
         assert result["unchanged"]
-
-
-def test_replicas_that_do_not_divide_the_ranks_are_refused():
-    with pytest.raises(
-        ValueError, match=r"--dp_replicate 3 does not divide 4 rank\(s\): choose from \[1, 2, 4\]"
-    ):
-        dist.check_replicas(dist.World(0, 4), 3)
-
-
-def test_a_global_batch_that_the_ranks_do_not_divide_is_refused_with_the_sizes_that_work():
-    cfg = dataclasses.replace(TrainConfig(**BASE), global_batch_size=6)
-    with pytest.raises(WorldError, match=r"make ranks x batch_size one of \[1, 2, 3, 6\]"):
-        cfg.accumulation(4)
-    assert WorldError.exit_code == 7

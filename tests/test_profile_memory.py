@@ -16,6 +16,7 @@ from longhaul.memory.deep import profile
 from longhaul.memory.needs import demand
 from longhaul.memory.search import Verdict, placed
 from model import GIB
+from tests.tiers import slow
 
 SMALL = ["--model_size", "tiny", "--context_length", "512"]
 ONE_LAYER = ["--model_overrides", "num_layers=1"]
@@ -59,33 +60,6 @@ def test_measure_runs_the_step_on_this_machine_and_agrees(capsys):
     rows = capsys.readouterr().out.splitlines()
     row = next(row for row in rows if row.startswith("allocator peak"))
     assert abs(float(row.split()[-1].rstrip("%"))) < 0.01
-
-
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        (["--contxt_length", "9"], "did you mean --context_length"),
-        (["--nproc", "0"], "--nproc 0 is out of range"),
-        (["--context_length", "-5"], "--context_length -5"),
-        (["--model_size", "5B"], "choose from"),
-        (["--gpu_memory_gib", "-1"], "GiB above 0"),
-        (["--nproc", "3", "--dp_replicate", "2"], "does not divide"),
-        (["--measure"], "--device cpu"),
-        (["--snapshot", "x", "--device", "cpu"], "what a GPU's allocator records"),
-        (["--dtype", "fp16"], "no loss scaler"),
-        (["--advise", "--gpu", "RTX 9"], "choose one of RTX 3060"),
-        (["--advise"], "give one of them"),
-        (["--advise", "--vram", "8", "--nproc", "2"], "--solve world_size"),
-        ([*SMALL, "--json", "/nowhere/x.json"], "No such file or directory: '/nowhere/x.json'"),
-        (["--context_length", "99999999999999"], "give a shorter context"),
-        (["--gpus", "-1"], "--gpus -1 is out of range"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(args, words, capsys):
-    assert profile_memory.main(args) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1
 
 
 def test_the_html_page_shows_every_layer(tmp_path, capsys):
@@ -203,13 +177,13 @@ def test_the_longest_context_fills_the_device_or_the_next_does_not_fit():
 @pytest.mark.parametrize(
     "args, code, words",
     [
-        (
+        slow(
             ["--vram", "9", "--model_size", "4B", "--context_length", "16384", *ONE_LAYER],
             2,
             "run: python train.py",
         ),
         (["--gpu", "H200", "--model_size", "tiny"], 0, "verdict: fits\n"),
-        (["--vram", "0.4", "--model_size", "tiny", *ONE_LAYER], 3, "verdict: does not fit\n"),
+        slow(["--vram", "0.4", "--model_size", "tiny", *ONE_LAYER], 3, "verdict: does not fit\n"),
     ],
 )
 def test_advice_says_what_to_change_and_exits_with_the_verdict(

@@ -86,7 +86,7 @@ def test_a_row_for_the_log_has_the_prompt_and_labels_its_answer(dataset):
 
 @pytest.mark.parametrize(
     "longest, rows, words",
-    [(2, 4, "leaves 2 for it: give a longer --context_length"), (8, 50, "fewer than the 50 of")],
+    [(2, 4, "--context_length"), (8, 50, "fewer than the 50 ")],
 )
 def test_what_does_not_fit_is_refused(dataset, longest, rows, words):
     with pytest.raises(ValueError, match=words):
@@ -103,8 +103,7 @@ def test_a_run_does_not_start_with_a_document_without_a_prompt(tmp_path, bad, pl
     sizes = dict(vocab_size=10, eod_id=END, val_fraction=0, shard_tokens=20)
     write_dataset(made, tmp_path / "data", **sizes, masked=True)
     found = open_dataset(tmp_path / "data")
-    said = f"document {place} of train in .* no token before its answer: prepare the data with"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=f"document {place} of train "):
         Prompts(found, longest=8, global_batch_rows=4)
 
 
@@ -127,6 +126,5 @@ def test_prompts_of_several_lengths_are_named(tmp_path):
     made[13] = document([1, 2], [4])
     write_dataset(made, tmp_path / "data", **sizes)
     found = open_dataset(tmp_path / "data")
-    said = "document 13 of train in .* 2 tokens, and the one before it 3; .*: give --batch_size 1"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match="document 13 of train .*--batch_size 1"):
         require_one_length(found, found.split("train"))

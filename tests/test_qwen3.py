@@ -4,8 +4,6 @@ random small models.
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longhaul import kernels, qwen3
+from longhaul.checkpoint.format import CheckpointError
 from longhaul.checkpoint.load import load_model, verified
 from model import Decoder, ModelConfig, NSAConfig
 from scripts import convert_qwen3
@@ -22,7 +21,6 @@ from tests.test_start import load_sharded
 transformers = pytest.importorskip(
     "transformers", reason="transformers' Qwen3ForCausalLM is the reference"
 )
-ROOT = Path(__file__).parents[1]
 BASE = dict(
     vocab_size=97,
     hidden_size=48,
@@ -256,7 +254,7 @@ def test_shards_of_either_writer_are_read_by_the_other(tmp_path, tied):
     assert_same_logits(decoder, reference)
     qwen3.to_hf(decoder, tmp_path / "back", shard_bytes=40_000)
     shards = list((tmp_path / "back").glob("model-0*-of-0*.safetensors"))
-    assert len(shards) > 2 and all(path.stat().st_size < 45_000 for path in shards)
+    assert len(shards) > 2 and all(path.stat().st_size < 42_000 for path in shards)
     assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
     assert_same_logits(
         decoder, transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "back").eval()
@@ -307,7 +305,7 @@ def test_weights_load_into_a_built_decoder_in_its_own_dtype(tmp_path):
 
 def test_loading_into_a_decoder_of_another_size_names_the_field(tmp_path):
     saved(tmp_path)
-    with pytest.raises(ValueError, match="hidden_size=48 and this model 24"):
+    with pytest.raises(ValueError, match="hidden_size=48"):
         qwen3.load_into(kernels.decoder(small()), tmp_path)
 
 
@@ -322,8 +320,16 @@ def test_weights_load_into_a_sharded_decoder(tmp_path):
 # ---------------------------------------------------------------------------------------- bad input
 
 
+QUERY = "model.layers.0.self_attn.q_proj"
+NORM = "model.norm.weight"
+
+
 def bad_config(**changes):
     return lambda folder: edit_config(folder, **changes)
+
+
+def scaled(**rope):
+    return bad_config(rope_scaling=rope)
 
 
 def with_tensor(name: str, tensor: torch.Tensor):
@@ -362,66 +368,43 @@ def index_of(weight_map):
     )
 
 
+NO_CONFIG = "config.json is not readable"
 BAD = [
-    (lambda folder: (folder / "config.json").unlink(), "config.json is not readable"),
-    (lambda folder: (folder / "config.json").write_text("{"), "config.json is not readable"),
+    (lambda folder: (folder / "config.json").unlink(), NO_CONFIG),
+    (lambda folder: (folder / "config.json").write_text("{"), NO_CONFIG),
     (lambda folder: (folder / "config.json").write_text("[]"), "model_type is None"),
-    (bad_config(model_type="mistral"), "model_type is 'mistral'.*dense model of Qwen3"),
-    (bad_config(hidden_size="48"), "hidden_size='48': give a whole number"),
-    (bad_config(num_key_value_heads=3), "not divisible by num_kv_heads=3"),
-    (bad_config(attention_bias=True), "attention_bias=True is not supported"),
-    (bad_config(use_sliding_window=True), "use_sliding_window=True is not supported"),
+    (bad_config(model_type="mistral"), "'mistral'"),
+    (bad_config(hidden_size="48"), "hidden_size='48'"),
+    (bad_config(num_key_value_heads=3), "num_kv_heads=3"),
+    (bad_config(attention_bias=True), "attention_bias=True"),
+    (bad_config(use_sliding_window=True), "use_sliding_window=True"),
     (bad_config(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
-    (bad_config(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
+    (bad_config(hidden_act="gelu"), "hidden_act='gelu'"),
     (bad_config(quantization_config=dict(quant_method="fp8")), "quantization_config="),
-    (
-        bad_config(rope_parameters=dict(rope_type="dynamic", factor=2.0)),
-        "rotary scaling 'dynamic' is not supported",
-    ),
-    (
-        bad_config(rope_scaling=dict(type="longrope", factor=2.0)),
-        "rotary scaling 'longrope' is not supported",
-    ),
-    (bad_config(rope_scaling="yarn"), "rotary scaling 'yarn'"),
-    (bad_config(rope_scaling=dict(rope_type="yarn")), "factor=None: give a number"),
-    (
-        bad_config(rope_scaling=dict(rope_type="yarn", factor=4.0, beta_fast=16)),
-        "beta_fast=16 is not supported",
-    ),
-    (
-        bad_config(rope_scaling=dict(rope_type="yarn", factor=4.0, attention_factor=1.0)),
-        "attention_factor=1.0 is not supported",
-    ),
-    (
-        bad_config(rope_parameters=dict(full_attention=dict(rope_type="default"))),
-        "full_attention=.* is not supported",
-    ),
-    (bad_config(rope_scaling=dict(rope_type="linear", factor=0.5)), "give a factor above 1"),
-    (bad_config(rope_scaling=dict(rope_type="yarn", factor=-2)), "give a factor above 1"),
+    (bad_config(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "'dynamic'"),
+    (scaled(type="longrope", factor=2.0), "'longrope'"),
+    (bad_config(rope_scaling="yarn"), "'yarn'"),
+    (scaled(rope_type="yarn"), "factor=None"),
+    (scaled(rope_type="yarn", factor=4.0, beta_fast=16), "beta_fast=16"),
+    (scaled(rope_type="yarn", factor=4.0, attention_factor=1.0), "attention_factor=1.0"),
+    (bad_config(rope_parameters=dict(full_attention=dict(a=1))), "full_attention="),
+    (scaled(rope_type="linear", factor=0.5), "factor above 1"),
+    (scaled(rope_type="yarn", factor=-2), "factor above 1"),
     (bad_config(num_hidden_layers=3), "lacks model.layers.2.* and 10 more"),
     (bad_config(num_hidden_layers=1), "also holds model.layers.1.* and 10 more"),
-    (bad_config(tie_word_embeddings=True), "lm_head.weight differs .*tie_word_embeddings to false"),
-    (bad_config(vocab_size=98), r"\(97, 48\) and config.json says \(98, 48\)"),
+    (bad_config(tie_word_embeddings=True), "lm_head.weight .*tie_word_embeddings"),
+    (bad_config(vocab_size=98), r"\(97, 48\) .* \(98, 48\)"),
     (drop_tensor, "lacks model.layers.1.mlp.up_proj.weight and 1 more"),
-    (
-        with_tensor("model.layers.0.self_attn.q_proj.bias", torch.zeros(64)),
-        "also holds model.layers.0.self_attn.q_proj.bias,",
-    ),
-    (
-        with_tensor("model.norm.weight", torch.zeros(47)),
-        r"model.norm.weight has shape \(47,\)",
-    ),
-    (
-        with_tensor("model.norm.weight", torch.zeros(48, dtype=torch.int8)),
-        "stored as I8: convert it",
-    ),
-    (pickled, "pytorch_model.bin is a pickle.*not opened: convert to safetensors"),
-    (no_weights, "model.safetensors cannot be read.*No such file"),
-    (truncated, "cannot be read"),
-    (huge_header, "cannot be read"),
+    (with_tensor(f"{QUERY}.bias", torch.zeros(64)), f"also holds {QUERY}.bias,"),
+    (with_tensor(NORM, torch.zeros(47)), rf"{NORM} .* \(47,\)"),
+    (with_tensor(NORM, torch.zeros(48, dtype=torch.int8)), f"{NORM} .* I8"),
+    (pickled, "pytorch_model.bin is a pickle"),
+    (no_weights, "model.safetensors .*No such file"),
+    (truncated, "model.safetensors"),
+    (huge_header, "model.safetensors"),
     (index_of({"a": "../model.safetensors"}), "outside its folder"),
-    (index_of({"a": "missing.safetensors"}), "missing.safetensors cannot be read"),
-    (index_of({"a": 3}), "garbled"),
+    (index_of({"a": "missing.safetensors"}), "missing.safetensors"),
+    (index_of({"a": 3}), "index.json"),
 ]
 
 
@@ -429,14 +412,14 @@ BAD = [
 def good(tmp_path_factory):
     folder = tmp_path_factory.mktemp("good")
     saved(folder)
+    qwen3.from_hf(folder)
     return folder
 
 
-@pytest.mark.parametrize("spoil,words", BAD, ids=[words[:40] for _, words in BAD])
+@pytest.mark.parametrize("spoil, words", BAD, ids=[words for _, words in BAD])
 def test_a_bad_folder_is_one_line_that_names_the_fault(tmp_path, good, spoil, words):
     for path in good.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    qwen3.from_hf(tmp_path)
     spoil(tmp_path)
     with pytest.raises(ValueError, match=words) as caught:
         qwen3.from_hf(tmp_path)
@@ -448,24 +431,19 @@ def test_an_export_never_overwrites_and_leaves_no_traces_of_a_refusal(tmp_path):
     (tmp_path / "used" / "notes.txt").write_text("keep me")
     (tmp_path / "file").write_text("keep me")
     for name in ("used", "file"):
-        with pytest.raises(ValueError, match="not an empty folder"):
+        with pytest.raises(ValueError, match=name):
             qwen3.to_hf(kernels.decoder(small()), tmp_path / name)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "used"]
-    assert (tmp_path / "used" / "notes.txt").read_text() == "keep me"
-    (tmp_path / "empty").mkdir()
-    qwen3.to_hf(kernels.decoder(small()), tmp_path / "empty")
-    assert sorted(path.name for path in (tmp_path / "empty").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-    ]
-
-
-def test_attention_without_a_qwen3_counterpart_is_not_exported(tmp_path):
     decoder = kernels.decoder(small())
     decoder.config = dataclasses.replace(decoder.config, attention=NSAConfig())
-    with pytest.raises(ValueError, match="no counterpart in transformers"):
+    with pytest.raises(ValueError, match="attention_type='nsa'"):
         qwen3.to_hf(decoder, tmp_path / "hf")
-    assert not (tmp_path / "hf").exists()
+    found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    assert found == {"file", "used", "used/notes.txt"}
+
+    (tmp_path / "empty").mkdir()
+    qwen3.to_hf(kernels.decoder(small()), tmp_path / "empty")
+    names = {path.name for path in (tmp_path / "empty").iterdir()}
+    assert names == {"config.json", "model.safetensors"}
 
 
 # ------------------------------------------------------------------------------------- command line
@@ -473,16 +451,16 @@ def test_attention_without_a_qwen3_counterpart_is_not_exported(tmp_path):
 
 def test_the_command_imports_to_a_checkpoint_and_exports_the_same_bits_or_casts(tmp_path, capsys):
     reference = saved(tmp_path / "hf", **SHAPES["yarn"], tie_word_embeddings=True)
-    command = [sys.executable, "-m", "scripts.convert_qwen3", "--from-hf", str(tmp_path / "hf")]
-    command += ["--output", str(tmp_path / "run")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    step = tmp_path / "run" / "step-00000000"
-    assert done.returncode == 0 and done.stdout == f"wrote {step}\n", done.stderr
+    capsys.readouterr()  # bars of transformers
+    run = tmp_path / "run"
+    convert_qwen3.main(["--from-hf", str(tmp_path / "hf"), "--output", str(run)])
+    step = run / "step-00000000"
+    assert capsys.readouterr().out == f"wrote {step}\n"
     assert_same_logits(load_model(verified(step)), reference)
 
     whole = tensors_of(tmp_path / "hf")
     flags = ["--tokenizer", "none", "--output"]
-    convert_qwen3.main(["--checkpoint", str(tmp_path / "run"), *flags, str(tmp_path / "back")])
+    convert_qwen3.main(["--checkpoint", str(run), *flags, str(tmp_path / "back")])
     assert_same_tensors(whole, tensors_of(tmp_path / "back"))
     flags = ["--dtype", "bfloat16", *flags]
     convert_qwen3.main(["--checkpoint", str(step), *flags, str(tmp_path / "half")])
@@ -490,17 +468,13 @@ def test_the_command_imports_to_a_checkpoint_and_exports_the_same_bits_or_casts(
     assert_same_tensors(halves, tensors_of(tmp_path / "half"))
 
 
-def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys):
+def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     saved(tmp_path / "hf")
     convert_qwen3.import_hf(tmp_path / "hf", tmp_path / "run", "keep")
     shard = next((tmp_path / "run" / "step-00000000").glob("*.safetensors"))
-    data = bytearray(shard.read_bytes())
-    data[-5] ^= 1
-    shard.write_bytes(data)
-    words = ["--checkpoint", tmp_path / "run", "--output", tmp_path / "back"]
-    capsys.readouterr()  # bars of transformers
-    with pytest.raises(SystemExit) as stop:
-        convert_qwen3.main(list(map(str, words)))
-    message = capsys.readouterr().err
-    assert stop.value.code == 2 and "damaged" in message and message.count("\n") == 1
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match="step-00000000"):
+        convert_qwen3.export_hf(tmp_path / "run", tmp_path / "back", "keep", "none")
     assert not (tmp_path / "back").exists()

@@ -7,12 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-
-from longhaul import kernels
-from model import ModelConfig, NSAConfig
-
 ROOT = Path(__file__).parent.parent
 PATH = "import sys; sys.path.insert(0, sys.argv[1])\n"
 VOCAB = """
@@ -62,12 +56,3 @@ def run_alone(folder: Path, code: str) -> str:
 def test_the_loss_engine_needs_its_folder_one_file_of_base_and_torch(tmp_path):
     copy_room(tmp_path, "longhaul/vocab", "base/machine.py")
     assert run_alone(tmp_path, PATH + VOCAB) == "computed\n"
-
-
-@pytest.mark.parametrize("attention, words", [(None, ""), (NSAConfig(), "sparse attention by ")])
-def test_a_run_can_say_what_computes_its_functions(attention, words):
-    given = {} if attention is None else {"attention": attention}
-    config = ModelConfig.preset("tiny", vocab_size=64, compute_dtype="float32", **given)
-    said = kernels.chosen_in_words(config, torch.device("cpu"))
-    assert said.startswith("RMSNorm, RoPE and SwiGLU by PyTorch") and words in said
-    assert said.endswith("tiles of the loss by torch")

@@ -240,7 +240,7 @@ HEADERS = st.dictionaries(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(header=HEADERS, size=st.integers(0, 64))
 def test_each_byte_of_a_file_that_is_read_belongs_to_one_tensor(tmp_path_factory, header, size):
     path = tmp_path_factory.getbasetemp() / "two.safetensors"

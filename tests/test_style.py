@@ -6,12 +6,9 @@ CONTRIBUTING.md says what to write instead.
 
 import ast
 import io
-import re
 import sys
 import tokenize
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = {".venv", ".venv-cpu", "runs", "build"}
@@ -158,41 +155,6 @@ def whole_strings(tokens):
 def test_no_statement_hides_a_second_idea():
     found = {path: violations(ast.parse(path.read_text(encoding="utf-8"))) for path in SOURCES}
     assert not {path: wrong for path, wrong in found.items() if wrong}
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "for good, words in [(a > 1, f'{a}'), (b, 'b')]:\n    if not good:\n        raise E(words)",
-        "x = [f'{a}'] * flag",
-        "x = 3 * (a > b)",
-        "f(y := 1)",
-        "a.mul_(x), b.mul_(y)",
-        "x = a if b else c if d else e",
-        "a, b, c = 1, 2, 3",
-        "kernel[grid](a, b, c, d)",
-    ],
-)
-def test_each_banned_statement_is_found(code):
-    assert len(violations(ast.parse(code))) == 1
-
-
-def prose_of(path: Path) -> str:
-    """Comments and texts of a Python file, all of another one."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".py":
-        return text
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    code = {tokenize.NAME, tokenize.OP}
-    return "\n".join(token.string for token in tokens if token.type not in code)
-
-
-def test_prose_says_next_to_and_not_beside():
-    others = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("scripts/*.sh")]
-    banned = re.compile(r"\bbeside\b", re.IGNORECASE)
-    files = [path for path in [*SOURCES, *others] if banned.search(path.read_text("utf-8"))]
-    found = {path.name for path in files if banned.search(prose_of(path))}
-    assert found == {"CONTRIBUTING.md"}, "it says what to write instead"
 
 
 def test_a_line_of_the_product_holds_about_eight_tokens():

@@ -19,30 +19,9 @@ from base import durable, tensors
 from base.tensors import Later, write_tensors
 from longhaul import dist, exits, step
 from longhaul.checkpoint.save import Saver, size_of
-from longhaul.config import TrainConfig
 from longhaul.exits import StorageError
-from longhaul.run.guard import Guard, Lock, Signals
-
-CFG = TrainConfig(
-    model_size="tiny",
-    vocab_size=64,
-    context_length=8,
-    dtype="fp32",
-    model_overrides=("num_layers=1",),
-)
-TOKENS = torch.arange(8)[None]
-
-
-def built(**changes) -> step.TrainState:
-    cfg = TrainConfig(**{**CFG.__dict__, **changes})
-    return step.build(cfg, cfg.model(), "cpu")
-
-
-def batch(rows: int = 1) -> list[dict]:
-    return [
-        dict(tokens_BT=(TOKENS + row) % 64, labels_BT=(TOKENS + row) % 64) for row in range(rows)
-    ]
-
+from longhaul.run.guard import Guard, Signals
+from tests import kit
 
 # ---- the end of a run
 
@@ -111,30 +90,10 @@ def test_a_second_signal_ends_with_a_record_and_the_remedy(tmp_path):
     assert (ended["code"], ended["last_step"]) == (128 + signal.SIGINT, 7)
 
 
-def test_a_signal_asks_a_training_run_to_stop_and_ends_one_that_has_not_begun(tmp_path):
-    with Signals() as signals:
-        with pytest.raises(exits.Halt, match="nothing to save") as halt:
-            os.kill(os.getpid(), signal.SIGINT)
-        assert halt.value.exit_code == 75
-    with Signals() as signals:
-        signals.training = True
-        os.kill(os.getpid(), signal.SIGTERM)
-        deadline = time.monotonic() + 60
-        while signals.received is None and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert signals.received == "SIGTERM"
-
-
-def test_a_lock_is_held_by_one_and_leaves_nothing(tmp_path):
-    first = Lock(tmp_path)
-    second = Lock(tmp_path)
-    first.take()
-    with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on "):
-        second.take()
-    first.release()
-    second.take()
-    second.release()
-    assert not list(tmp_path.iterdir())
+def test_a_signal_ends_a_run_that_has_not_begun():
+    with Signals(), pytest.raises(exits.Halt) as halt:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert halt.value.exit_code == 75
 
 
 # ---- storage
@@ -178,13 +137,7 @@ def failing(times: int, number: int):
     return function
 
 
-def test_reads_are_tried_again_where_the_disk_fails_and_not_where_a_file_is_missing(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(durable.time, "sleep", lambda seconds: None)
-    assert durable.retried(failing(3, errno.EIO), tmp_path) == 4
-    with pytest.raises(StorageError, match="tried 4 times.*check the disk"):
-        durable.retried(failing(4, errno.EIO), tmp_path)
+def test_a_missing_file_is_not_tried_again(tmp_path):
     with pytest.raises(FileNotFoundError):
         durable.retried(failing(1, errno.ENOENT), tmp_path)
 
@@ -193,23 +146,20 @@ def test_space_is_asked_for_what_a_run_will_hold_beyond_what_it_holds_already(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(durable, "free_bytes", lambda folder: 299)
-    with pytest.raises(
-        ValueError,
-        match=r"has 299 bytes free, but 3 more checkpoint\(s\) of this model need 300: free space",
-    ):
+    with pytest.raises(ValueError, match="299 bytes"):
         durable.require_space(tmp_path, 100, keep=2)
     durable.require_space(tmp_path, 99, keep=2)
     for number in (5, 10, 15):
         (tmp_path / f"step-{number:08d}").mkdir()
         durable.require_space(tmp_path, 149, keep=2)
-    with pytest.raises(ValueError, match="but 1 more checkpoint"):
+    with pytest.raises(ValueError, match="but 1 more"):
         durable.require_space(tmp_path, 300, keep=2)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon"])
 def test_the_size_of_a_checkpoint_is_known_before_it_is_written(tmp_path, optimizer):
-    state = built(optimizer=optimizer)
-    step.train_step(state, batch())
+    state = kit.state(optimizer=optimizer, model_overrides=("num_layers=1",))
+    step.train_step(state, kit.batch())
     saver = Saver(tmp_path, dist.World(), 2, False, 0, lambda line: None)
     saver.save(state, {})
     written = sum(path.stat().st_size for path in tmp_path.glob("*/*.safetensors"))
@@ -219,9 +169,9 @@ def test_the_size_of_a_checkpoint_is_known_before_it_is_written(tmp_path, optimi
 def test_a_background_save_has_the_bits_of_its_moment_and_raises_what_went_wrong_later(
     tmp_path, monkeypatch
 ):
-    state = built()
+    state = kit.state()
     said = []
-    step.train_step(state, batch())
+    step.train_step(state, kit.batch())
     expected = {name: value.detach().clone() for name, value in state.model.named_parameters()}
     saver = Saver(tmp_path, dist.World(), 2, True, 0, said.append)
     original = tensors.write_tensors
@@ -234,7 +184,7 @@ def test_a_background_save_has_the_bits_of_its_moment_and_raises_what_went_wrong
 
     monkeypatch.setattr(tensors, "write_tensors", slow)
     saver.save(state, {})
-    step.train_step(state, batch())
+    step.train_step(state, kit.batch())
     saver.wait()
     saved = load_file(next((tmp_path / "step-00000001").glob("*.safetensors")))
     assert started and said
@@ -251,8 +201,8 @@ def test_a_checkpoint_that_does_not_read_back_is_set_aside_and_written_again(
 ):
     from longhaul.checkpoint import load, save
 
-    state = built()
-    step.train_step(state, batch())
+    state = kit.state()
+    step.train_step(state, kit.batch())
     original = save.write
     broken = []
 
@@ -269,10 +219,10 @@ def test_a_checkpoint_that_does_not_read_back_is_set_aside_and_written_again(
     assert "DAMAGED CHECKPOINT" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["5m", "abc", "-1", "nan", "1e3"])
-def test_a_time_for_the_launcher_that_is_no_number_is_refused_with_the_variable(text):
-    with pytest.raises(ValueError, match=f"{dist.TIMEOUT} is '{text}': give a number of seconds"):
-        dist.told_patience({dist.TIMEOUT: text})
+def test_a_time_for_the_launcher_that_is_no_number_is_refused_with_the_variable():
+    for text in ("5m", "-1", "nan", "1e3"):
+        with pytest.raises(ValueError, match=dist.TIMEOUT):
+            dist.told_patience({dist.TIMEOUT: text})
     assert dist.told_patience({dist.TIMEOUT: ""}) is None
 
 
@@ -280,10 +230,10 @@ def test_a_time_for_the_launcher_that_is_no_number_is_refused_with_the_variable(
 
 
 def test_a_step_that_is_given_up_between_micro_batches_changes_nothing():
-    state = built()
+    state = kit.state()
     before = [p.detach().clone() for p in state.model.parameters()]
     answers = iter((False, True))
-    assert step.train_step(state, batch(3), lambda: next(answers)) is None
+    assert step.train_step(state, kit.batch() * 3, lambda: next(answers)) is None
     assert state.step == state.tokens == 0
     assert all(p.grad is None for p in state.model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, state.model.parameters(), strict=True))

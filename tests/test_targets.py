@@ -22,6 +22,7 @@ from tests.ranks import run_ranks
 from tests.test_numerics import dataset as plain_rows  # noqa: F401  (a fixture)
 from tests.test_numerics import one_process, poisoned_step
 from tests.test_step import CFG, VOCAB, batch
+from tests.tiers import slow
 
 PROMPT = 300  # tokens of a document before those that are learned: most rows have no target
 ANSWER = 3
@@ -113,6 +114,7 @@ def steps_of_ranks(world) -> list:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_a_step_of_which_one_or_none_has_targets():
     first, second = run_ranks(steps_of_ranks, 2)
     targets = sum(int((micro["labels_BT"] != IGNORE).sum()) for micro in batch(0))
@@ -124,7 +126,7 @@ def test_ranks_agree_on_a_step_of_which_one_or_none_has_targets():
 # ---- what a run says
 
 
-@pytest.mark.parametrize("make", [answered, ends_only])
+@pytest.mark.parametrize("make", [answered, slow(ends_only)])
 def test_a_run_counts_the_rows_without_targets_and_reports_no_loss_of_them(make, tmp_path, capsys):
     data = make(tmp_path / "data")
     records = trained(tmp_path / "data", tmp_path / "run", "--eval_every", "24", "--eval_rows", "1")

@@ -20,7 +20,7 @@ from footprint.measure import peak_bytes
 from tests.events import python_bytes
 from tests.readers import TARGETS, Target
 
-INPUTS = 400
+INPUTS = 200
 SECONDS = 10  # of CPU time, for one input
 LIMIT = 100e6  # bytes that the reader holds at one time
 FORK = multiprocessing.get_context("fork")

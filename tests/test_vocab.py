@@ -162,14 +162,16 @@ def test_works_inside_a_full_graph_compile():
 def test_topk_equals_the_dense_topk_and_noise_only_reorders():
     h, w, _, _ = inputs()
     z = h @ w.T / 0.5
-    index, logit, key = topk_logits(h, w, 9, temperature=0.5, vocab_tile=20)
+    index, logit, key = topk_logits(h.requires_grad_(), w, 9, temperature=0.5, vocab_tile=20)
+    assert not logit.requires_grad
+    assert torch.equal(topk_logits(h, w, 1)[0], index[:, :1])
     assert torch.equal(index, z.topk(9, 1).indices) and torch.equal(logit, key)
     noise = -torch.empty_like(z).exponential_(generator=torch.Generator().manual_seed(0)).log()
     index, logit, key = gumbel_topk(h, w, 9, temperature=0.5, noise_NV=noise, vocab_tile=20)
     assert torch.equal(index, (z + noise).topk(9, 1).indices)
     torch.testing.assert_close(logit, z.gather(1, index), rtol=1e-5, atol=1e-5)
     assert torch.equal(
-        gumbel_topk(h, w, len(w), vocab_tile=20)[0].sort(1).values,
+        gumbel_topk(h, w, len(w))[0].sort(1).values,
         torch.arange(len(w)).expand(len(h), -1),
     )
 

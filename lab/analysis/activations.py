@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from longhaul.evals.score import Item, ModelScorer
+from longhaul.exits import DONE
 from model import IGNORE, Decoder
 
 SITES = ("residual", "attention", "mlp")
@@ -22,28 +23,10 @@ Consume = Callable[[int, str, Tensor], None]  # layer, site, x_BtD
 Rows = tuple[Tensor, Tensor | None]  # tokens [B, T] and, of packed rows, doc_ids [B, T]
 
 
-def check_layers(layers: Sequence[int], num_layers: int) -> None:
-    """ValueError unless each is a layer of the model, given once."""
-    if not layers:
-        raise ValueError(f"no layer is given: choose from 0 to {num_layers - 1}")
-    for layer in layers:
-        if not 0 <= layer < num_layers:
-            valid = ", ".join(str(index) for index in range(num_layers))
-            raise ValueError(
-                f"layer {layer} is out of range, the model has {num_layers} layers: choose from "
-                f"{valid}"
-            )
-        if list(layers).count(layer) > 1:
-            raise ValueError(f"layer {layer} is given twice: give each layer once")
+class NotMeasurable(ValueError):
+    """The model has nothing that this part could measure: a finding, and not an error."""
 
-
-def check_sites(sites: Sequence[str]) -> None:
-    """ValueError unless each is a name in SITES, given once."""
-    for site in sites:
-        if site not in SITES:
-            raise ValueError(f"site {site!r} is unknown: choose from {', '.join(SITES)}")
-        if list(sites).count(site) > 1:
-            raise ValueError(f"site {site!r} is given twice: give each site once")
+    exit_code = DONE
 
 
 def module_at(model: Decoder, layer: int, site: str) -> nn.Module:
@@ -102,8 +85,6 @@ def replaced(
 
     `function` must return another tensor of the same shape and dtype, not change the given one.
     """
-    check_layers([layer], len(model.layers))
-    check_sites([site])
     with hooked(module_at(model, layer, site), lambda _, x_BtD: function(x_BtD)):
         yield
 
@@ -130,11 +111,8 @@ def stream(
     rows pass at once, and x is [B, T, D].
     doc_ids: documents of packed rows, as Decoder.forward takes them.
 
-    ValueError for layers or sites that do not exist, and for parts of an attention that reads rows
-    at once.
+    ValueError for parts of an attention that reads rows at once.
     """
-    check_layers(layers, len(model.layers))
-    check_sites(sites)
     with contextlib.ExitStack() as hooks:
         for layer in layers:
             for site in sites:
@@ -170,8 +148,12 @@ def _no_figures(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tenso
 # ---- overflow
 
 
-def overflow(model: Decoder, rows: Rows, chunk: int = 0) -> tuple[int, str] | None:
-    """The first layer and site of a forward at which an activation is not finite, if any is."""
+def overflow(
+    model: Decoder, rows: Rows, chunk: int = 0, last: int | None = None
+) -> tuple[int, str] | None:
+    """The first layer and site of a forward at which an activation is not finite, if any is; the
+    forward ends after layer `last`.
+    """
     places: list[tuple[int, str]] = []
     finite: list[Tensor] = []
 
@@ -179,7 +161,7 @@ def overflow(model: Decoder, rows: Rows, chunk: int = 0) -> tuple[int, str] | No
         places.append((layer, site))
         finite.append(x_BtD.isfinite().all())
 
-    layers = range(model.config.num_layers)
+    layers = range(model.config.num_layers if last is None else last + 1)
     tokens_BT, doc_ids = rows
     stream(model, tokens_BT, layers, SITES, look, doc_ids=doc_ids, chunk=chunk)
     is_finite = torch.stack(finite).tolist()
@@ -187,25 +169,23 @@ def overflow(model: Decoder, rows: Rows, chunk: int = 0) -> tuple[int, str] | No
     return min(found, key=lambda place: place[0]) if found else None
 
 
-def require_finite(model: Decoder, rows: Rows, chunk: int = 0, deepest: int | None = None) -> str:
-    """ValueError that names the first layer at which an activation is not finite.
-
-    deepest: the last layer that is looked at. On what lies behind it no figure depends: then what
-    overflows there is returned in words, which are empty if nothing does.
+def require_finite(model: Decoder, rows: Rows, chunk: int = 0, last: int | None = None) -> None:
+    """ValueError that names the first layer, up to layer `last`, at which an activation is not
+    finite.
     """
-    place = overflow(model, rows, chunk)
+    place = overflow(model, rows, chunk, last)
     if place is None:
-        return ""
+        return
     layer, site = place
     dtype = model.config.compute_dtype
     where = {"residual": "the residual stream after layer", "mlp": "the MLP of layer"}.get(
         site, "the attention of layer"
     )
-    words = f"{where} {layer} is not finite in {dtype}"
-    remedy = "check the weights of this checkpoint"
     if dtype == "float16":
-        words = f"{dtype} overflows in {where} {layer}, whose activations pass 65,504"
-        remedy = "use bfloat16 in --dtype or --compare"
-    if deepest is not None and layer > deepest:
-        return words
-    raise ValueError(f"{words}: {remedy}")
+        raise ValueError(
+            f"{dtype} overflows in {where} {layer}, whose activations pass 65,504: use bfloat16 in "
+            "--dtype or --compare"
+        )
+    raise ValueError(
+        f"{where} {layer} is not finite in {dtype}: check the weights of this checkpoint"
+    )

@@ -17,20 +17,15 @@ the mean and not the geometric median; the learning rate is that of far fewer to
 Letters: N tokens of a step, D model width, M latents, k active latents.
 """
 
-import dataclasses
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from base import durable
-from base.tensors import read_tensors, write_tensors
 from model import Device
 
 AUXILIARY = 1 / 32  # weight of the loss of the dead latents
@@ -41,7 +36,6 @@ DECAY = 1 / 5  # of the training, at its end
 ADAM = {"betas": (0.9, 0.999), "eps": 6.25e-10}
 EPS = 1e-12  # added to the mean square of an activation, which may be all zero
 RUN = 8  # steps after which it is seen whether latents are dead
-SAVE_SECONDS = 60.0
 FOUND = 0.95  # cosine from which two directions count as the same
 
 
@@ -56,25 +50,9 @@ class Settings:
     lr: float = 0.0  # 0: by the number of latents
     seed: int = 0
 
-    def __post_init__(self):
-        if self.width < 1:
-            raise ValueError(f"--sae-width {self.width}: give at least 1 latent per model width")
-        if self.k < 1:
-            raise ValueError(f"--sae-k {self.k}: give at least 1 active latent")
-        if self.tokens < 1 or self.step_tokens < 1:
-            raise ValueError(
-                f"an autoencoder's training of {self.tokens} tokens in steps of "
-                f"{self.step_tokens}: give at least 1 for both"
-            )
-        if not 0 <= self.lr < math.inf:
-            raise ValueError(f"an autoencoder's learning rate of {self.lr}: give 0 or more")
-
     def latents(self, D: int) -> int:
-        """M for a model of width D; ValueError if it has fewer than k."""
-        M = self.width * D
-        if self.k > M:
-            raise ValueError(f"--sae-k {self.k} of {M} latents: give at most {M}")
-        return M
+        """M for a model of width D."""
+        return self.width * D
 
     def learning_rate(self, D: int) -> float:
         """The highest of the training: the paper's falls with the root of the number of latents."""
@@ -171,10 +149,7 @@ def largest(latents_NM: Tensor, k: int) -> Tensor:
 
 
 class Trainer:
-    """Trains an autoencoder on activations that it is given part by part.
-
-    Its state after a part, and the parts that follow, decide all that follows, to the bit.
-    """
+    """Trains an autoencoder on activations that it is given part by part."""
 
     def __init__(
         self,
@@ -297,82 +272,18 @@ class Trainer:
         falling = (1 - done) / DECAY
         return self.highest_lr * max(0.0, min(1.0, rising, falling))
 
-    # ---- on disk
-
-    def save(self, path: Path) -> None:
-        """Replace a file by this state, atomically."""
-        with durable.replacing(path) as temporary:
-            write_tensors(temporary, self._state())
-
-    @torch.no_grad()
-    def load(self, path: Path) -> None:
-        """Continue from a file. ValueError if it is damaged or has other settings."""
-        own = self._state()
-        stored = read_tensors(path)
-        if stored.keys() != own.keys() or not torch.equal(stored["settings"], own["settings"]):
-            raise ValueError(
-                f"{path} has another autoencoder than these settings: give the settings that it "
-                "was begun with, or another folder"
-            )
-
-        self.tokens, self.parts = stored["counts"].tolist()
-        self.losses = stored["losses"].tolist()
-        self.idle_M.copy_(stored["idle"])
-        self._mark_alive()
-        for name, parameter in self.autoencoder.named_parameters():
-            parameter.copy_(stored[name])
-            for moment, value in self._moments(parameter).items():
-                value.copy_(stored[f"{name}.{moment}"])
-
-    def _state(self) -> dict[str, Tensor]:
-        state = {
-            "settings": _as_numbers(self.settings, self.autoencoder),
-            "counts": torch.tensor([self.tokens, self.parts]),
-            "losses": torch.tensor(self.losses, dtype=torch.float64),
-            "idle": self.idle_M,
-        }
-        for name, parameter in self.autoencoder.named_parameters():
-            state[name] = parameter.detach()
-            for moment, value in self._moments(parameter).items():
-                state[f"{name}.{moment}"] = value
-        return state
-
-    def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Adam's state of a parameter, which exists from the first step on."""
-        state = self.optimizer.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        return state
-
-
-def _as_numbers(settings: Settings, autoencoder: Autoencoder) -> Tensor:
-    values = [float(value) for value in dataclasses.astuple(settings)]
-    return torch.tensor([*values, *autoencoder.decoder.shape], dtype=torch.float64)
-
 
 def fit(
     trainer: Trainer,
     part: Callable[[int], Tensor],
-    file: Path | None = None,
     tell: Callable[[Trainer], None] = lambda trainer: None,
 ) -> Autoencoder:
     """Train to the end on part(0), part(1), ...: activations [..., D] that the number decides.
-
-    With `file` the state is saved at the end and once a minute until then, and a process that finds
-    the file continues from it: the result is the same to the bit. `tell` is called after each part.
+    `tell` is called after each part.
     """
-    if file is not None and file.exists():
-        trainer.load(file)
-    saved = time.monotonic()
     while not trainer.done:
         trainer.add(part(trainer.parts))
         tell(trainer)
-        due = time.monotonic() - saved > SAVE_SECONDS
-        if file is not None and (due or trainer.done):
-            trainer.save(file)
-            saved = time.monotonic()
     return trainer.autoencoder
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from base.flags import PRECISIONS, spellings
 from lab.analysis.distance import CHUNK
-from lab.analysis.precision import REFERENCE, check_precisions
+from lab.analysis.precision import REFERENCE
 from longhaul.cli import check_ranges, flag, known_words, words_of
 from longhaul.kinds import attention_kind
 from model import ModelConfig
@@ -126,7 +126,14 @@ class Measures:
             return ()
         words = known_words("--compare", self.compare, tuple(IN_TORCH))
         found = tuple(IN_TORCH[word] for word in words)
-        check_precisions(found)
+        for name in found:
+            if found.count(name) > 1:
+                raise ValueError(f"--compare has {name} twice: give each precision once")
+        if REFERENCE not in found or len(found) < 2:
+            raise ValueError(
+                f"--compare {self.compare}: give {REFERENCE}, which others are compared with, and "
+                "at least one other"
+            )
         return found
 
     def compared(self) -> tuple[str, ...]:
@@ -191,7 +198,7 @@ class AnalysisConfig(Measures):
     batch_size: int = flag(8, "rows that pass at once", at_least=1, group="run")
     out: str = flag(
         "",
-        "folder of the results; the same command with the same folder continues",
+        "folder of the results, a new or an empty one",
         group="run",
     )
 

@@ -25,6 +25,7 @@ from footprint.tracker import NO_STORAGE, Tracker
 from lab.analysis import run
 from lab.analysis.autoencoder import Autoencoder
 from lab.analysis.config import AnalysisConfig, Measures
+from lab.analysis.distance import has_distances
 from lab.analysis.patching import Pairs, Patching
 from lab.analysis.precision import at_precision
 from lab.analysis.samples import Rows
@@ -314,9 +315,11 @@ PARTS: dict[str, Callable] = {
 }
 
 
-def names(measures: Measures) -> list[str]:
+def names(asked: Analysed) -> list[str]:
     """The parts that are measured."""
+    measures = asked.measures
     skipped = {
+        "distances": not has_distances(asked.config),
         "patching": measures.skip_patching,
         "sae": measures.skip_sae,
         "costs": not measures.compare,
@@ -324,8 +327,8 @@ def names(measures: Measures) -> list[str]:
     return [name for name in PARTS if not skipped.get(name)]
 
 
-# the forward of these ends at the last layer that is looked at; statistics see every overflow
-ENDS_EARLY = ("distances", "sae", "costs")
+# the forward of these ends at the last layer that is looked at
+ENDS_EARLY = ("statistics", "distances", "sae", "costs")
 
 
 @functools.cache
@@ -357,7 +360,7 @@ def _from_few_layers(asked: Analysed, target: str, part: Callable) -> int:
 
 def peaks(asked: Analysed, target: str) -> dict[str, int]:
     """Live bytes at the peak of each part."""
-    return {name: peak(asked, target, name) for name in names(asked.measures)}
+    return {name: peak(asked, target, name) for name in names(asked)}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lab.analysis.activations import behind, hooked, replaced, require_finite, stream
+from data.progress import bar
+from lab.analysis.activations import (
+    NotMeasurable,
+    behind,
+    hooked,
+    replaced,
+    require_finite,
+    stream,
+)
 from longhaul.evals.copies import distance_to_copy
 from longhaul.evals.score import Item, ModelScorer
 from model import IGNORE, Decoder
@@ -42,7 +50,7 @@ REPLACED = "replaced"  # the column of the tokens that differ
 Site = tuple[int, str, str]  # layer, attention or mlp, column
 
 
-class CannotCopy(ValueError):
+class CannotCopy(NotMeasurable):
     """The model does not tell clean from corrupt prompts, so that there is nothing to patch."""
 
 
@@ -70,10 +78,6 @@ def copy_pairs(
     it. Every such B of the prompt is replaced by C, a token of the prompt that never follows A in
     it. ValueError if there is no such place.
     """
-    if length < 3 or count < 1:
-        raise ValueError(
-            f"{count} pairs of prompts of {length} tokens: give at least 1 pair and 3 tokens"
-        )
     places = [(text, int(place)) for text in texts for place in _places(np.asarray(text), length)]
     draw = np.random.default_rng(seed)
     pairs = []
@@ -129,8 +133,6 @@ def spans(length: int, most: int) -> list[slice]:
     """The positions of a prompt, in at most `most` spans: the last position, which is asked, and
     equal parts of those before it.
     """
-    if most < 2:
-        raise ValueError(f"{most} spans of positions: give at least 2")
     before = min(most, length) - 1
     edges = [round(part * (length - 1) / before) for part in range(before + 1)]
     return [*map(slice, edges[:-1], edges[1:]), slice(length - 1, length)]
@@ -182,21 +184,6 @@ def logit_differences(
     return figures_1N.view(R, T)[:, -1]
 
 
-@dataclass
-class Gains:
-    """What patching a layer has added to the logit difference, summed over pairs of prompts."""
-
-    sums_2C: Tensor  # float64, on the host
-
-    def state_dict(self) -> dict:
-        """All of it, for a file."""
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what `state_dict` returned."""
-        self.sums_2C = state["sums_2C"].clone()
-
-
 class Patching:
     """Patches the pairs of prompts, one layer after another.
 
@@ -231,43 +218,23 @@ class Patching:
 
     def layer(self, layer: int) -> Tensor:
         """The effects of a layer's attention and MLP, float64 [2, C] on the host."""
-        gains = self.gains()
-        for start in self.starts():
-            self.add(gains, layer, start)
-        return self.effect(gains)
-
-    def starts(self) -> range:
-        """The first pair of each forward."""
-        return range(0, len(self.pairs.clean_BT), self.rows)
-
-    def gains(self) -> "Gains":
-        """Those of no pair."""
-        return Gains(torch.zeros(len(PATCHED), len(self.columns), dtype=torch.float64))
-
-    def add(
-        self,
-        gains: "Gains",
-        layer: int,
-        start: int,
-    ) -> None:
-        """Add what patching a layer gains to the pairs of the forward that begins with `start`."""
-        part = Pairs(*(x[start : start + self.rows] for x in self.pairs))
-        gains.sums_2C += self._gains(part, layer)
-
-    def effect(self, gains: "Gains") -> Tensor:
-        """The effects [2, C] of a layer, once all its pairs were added."""
-        return gains.sums_2C / len(self.pairs.clean_BT) / (self.clean - self.corrupt)
+        gains_2C = torch.zeros(len(PATCHED), len(self.columns), dtype=torch.float64)
+        B = len(self.pairs.clean_BT)
+        for start in range(0, B, self.rows):
+            part = Pairs(*(x[start : start + self.rows] for x in self.pairs))
+            gains_2C += self._gains(part, layer)
+        return gains_2C / B / (self.clean - self.corrupt)
 
     def effects(self, layers: Sequence[int]) -> "Effects":
         """The table of these layers."""
-        effect_L2C = torch.stack([self.layer(layer) for layer in layers])
-        return self.table(layers, effect_L2C)
-
-    def table(self, layers: Sequence[int], effect_L2C: Tensor) -> "Effects":
-        """The table of effects that `layer` has returned."""
-        values = tuple(effect_L2C.flatten().tolist())
+        dtype = self.model.config.compute_dtype
+        with bar(f"patching in {dtype}", len(layers)) as progress:
+            values = []
+            for layer in layers:
+                values += self.layer(layer).flatten().tolist()
+                progress.update()
         B, T = self.pairs.clean_BT.shape
-        return Effects(tuple(layers), self.columns, values, self.clean, self.corrupt, B, T)
+        return Effects(tuple(layers), self.columns, tuple(values), self.clean, self.corrupt, B, T)
 
     def _require_finite(self):
         for tokens_BT in (self.pairs.clean_BT, self.pairs.corrupt_BT):
@@ -420,7 +387,11 @@ class Effects:
 
     def record(self) -> dict:
         """The table for JSON."""
-        return dataclasses.asdict(self) | {"sites": list(PATCHED), "top": self.top()}
+        return dataclasses.asdict(self) | {
+            "sites": list(PATCHED),
+            "top": self.top(),
+            "line": self.line(),
+        }
 
     def line(self) -> str:
         """The largest effect in words."""
@@ -432,17 +403,3 @@ class Effects:
             f"{self.clean:.2f} clean, {self.corrupt:.2f} corrupt; largest effect {value:.2f}: "
             f"{site} of layer {layer} at {where}"
         )
-
-
-def joined(records: Sequence[dict]) -> Effects:
-    """The table of all layers, from the records of tables of some."""
-    first = records[0]
-    return Effects(
-        layers=tuple(layer for record in records for layer in record["layers"]),
-        columns=tuple(first["columns"]),
-        values=tuple(value for record in records for value in record["values"]),
-        clean=first["clean"],
-        corrupt=first["corrupt"],
-        pairs=first["pairs"],
-        length=first["length"],
-    )

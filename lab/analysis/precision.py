@@ -31,10 +31,9 @@ from lab.analysis.activations import Rows, hooked, require_finite, run
 from lab.analysis.autoencoder import Autoencoder, Match, jaccard
 from lab.analysis.patching import REPLACED, TOP, Effects, Site
 from longhaul import kernels
-from model import CHOICES, Decoder, LayerCache, Rope
+from model import Decoder, LayerCache, Rope
 
 REFERENCE = "float32"
-PRECISIONS = (REFERENCE, "bfloat16", "float16")
 TILE = 4096  # tokens that an autoencoder reads at a time
 
 
@@ -65,8 +64,6 @@ def at_precision(model: Decoder, dtype: str) -> Decoder:
     """A decoder that computes in `dtype` with the parameters and the tables of positions of an
     unsharded one, which they share: only what is cast on use takes memory.
     """
-    if dtype not in CHOICES["compute_dtype"]:
-        raise ValueError(f"precision {dtype!r} is unknown: choose from {', '.join(PRECISIONS)}")
     config = dataclasses.replace(model.config, compute_dtype=dtype)
     with torch.device("meta"):
         twin = kernels.decoder(config)
@@ -74,20 +71,6 @@ def at_precision(model: Decoder, dtype: str) -> Decoder:
     twin.tie_weights()
     twin.rotary = model.rotary
     return twin.requires_grad_(False)
-
-
-def check_precisions(names: Sequence[str]) -> None:
-    """ValueError unless float32 is among them, each is known and none is given twice."""
-    for name in names:
-        if name not in PRECISIONS:
-            raise ValueError(f"--compare {name} is unknown: choose from {', '.join(PRECISIONS)}")
-        if list(names).count(name) > 1:
-            raise ValueError(f"--compare has {name} twice: give each precision once")
-    if REFERENCE not in names or len(names) < 2:
-        raise ValueError(
-            f"--compare {','.join(names)}: give {REFERENCE}, which others are compared with, and "
-            "at least one other"
-        )
 
 
 # ---- activations
@@ -98,9 +81,6 @@ class Cost(NamedTuple):
 
     relative_rms: float
     jaccard: float | None
-
-
-SUMMED = ("tokens", "error", "size", "jaccard")
 
 
 class Sums:
@@ -134,18 +114,6 @@ class Sums:
         if self.autoencoder is None:
             return Cost(relative_rms, None)
         return Cost(relative_rms, (self.jaccard / self.tokens).item())
-
-    def state_dict(self) -> dict:
-        """All of it, for a file: no copies, so they change with the next tokens."""
-        return {name: getattr(self, name) for name in SUMMED}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what `state_dict` returned."""
-        device = self.error.device
-        self.tokens = state["tokens"]
-        self.error = state["error"].to(device, copy=True)
-        self.size = state["size"].to(device, copy=True)
-        self.jaccard = state["jaccard"].to(device, copy=True)
 
 
 def sums_of(

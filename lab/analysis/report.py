@@ -1,42 +1,19 @@
-"""The results of an analysis for a reader, as lines of text.
-
-They are made from the records of the parts alone, so that a run that was continued reports what one
-in a single piece does.
-"""
+"""The results of an analysis for a reader, as lines of text."""
 
 import math
-import re
 from collections.abc import Mapping
-
-from lab.analysis.patching import joined
 
 GIB = 2**30
 NAME = 19  # columns of a line's name
 
 
-def short(value: float | None) -> str:
-    """A number with three digits; a dash if there is none."""
-    if value is None or math.isnan(value):
+def short(value: float) -> str:
+    """A number with three digits; a dash if it is not finite."""
+    if not math.isfinite(value):
         return "-"
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.2e}"
     return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def results(result: dict) -> dict[str, dict]:
-    """The results of the parts by name."""
-    return {name: part["result"] for name, part in result["parts"].items()}
-
-
-def by_layer(result: dict, kind: str) -> dict[int, dict]:
-    """The results of the parts of a kind by layer, such as those of patching-00, patching-01."""
-    name = re.compile(rf"{kind}-(\d+)")
-    found = {}
-    for part, own in results(result).items():
-        match = name.fullmatch(part)
-        if match:
-            found[int(match[1])] = own
-    return found
 
 
 def text(result: dict) -> str:
@@ -54,40 +31,25 @@ def text(result: dict) -> str:
 
 def lines(result: dict) -> list[str]:
     """The figures, a line each; long ones may be folded at commas and semicolons."""
-    found = results(result)
+    parts = result["parts"]
+    found = {name: part["result"] for name, part in parts.items()}
     rows = []
-    for layer, figures in found["statistics"].items():
+    for layer, figures in found.get("statistics", {}).items():
         rows.append(_line(f"layer {layer}", _statistics_words(figures)))
-    for layer, profiles in found["distances"].items():
-        rows.append(_line(f"distance {layer}", _distance_words(profiles)))
-    patched = by_layer(result, "patching")
-    if patched:
-        rows.append(joined(list(patched.values())).line())
-    for kind, words in result["left_out"].items():
-        rows.append(_line(kind, f"left out: {words}"))
-    for layer, figures in by_layer(result, "sae").items():
+    for layer, profile in found.get("distances", {}).items():
+        rows.append(_line(f"distance {layer}", _distance_words(profile)))
+    if "patching" in found:
+        rows.append(found["patching"]["line"])
+    for layer, figures in found.get("sae", {}).items():
         rows.append(_line(f"autoencoder {layer}", _autoencoder_words(figures)))
     if "precision" in found:
         rows += found["precision"]["lines"]
-    rows += [_line("note", words) for words in notes(result)]
-    rows.append(_line("memory", memory_words(result)))
+
+    rows += [_line(name, f"left out: {words}") for name, words in result["left_out"].items()]
+    rows.append(_line("memory", _memory_words(result)))
+    if result["missing"]:
+        rows.append(_line("not done yet", ", ".join(result["missing"])))
     return rows
-
-
-def notes(result: dict) -> list[str]:
-    """What a reader should know of the parts besides their figures, a sentence each."""
-    found = dict.fromkeys(part["note"] for part in result["parts"].values() if part["note"])
-    return [f"{words}; no figure here depends on it" for words in found]
-
-
-def _distance_words(profiles: Mapping) -> str:
-    words = []
-    for name, profile in profiles.items():
-        distance = profile["distance"]
-        words.append(
-            f"{name}: heads look {short(min(distance))} to {short(max(distance))} tokens back"
-        )
-    return ", ".join(words)
 
 
 def _line(name: str, words: str) -> str:
@@ -102,6 +64,11 @@ def _statistics_words(figures: Mapping) -> str:
     )
 
 
+def _distance_words(profile: Mapping) -> str:
+    distance = profile["distance"]
+    return f"heads look {short(min(distance))} to {short(max(distance))} tokens back"
+
+
 def _autoencoder_words(figures: Mapping) -> str:
     return (
         f"{figures['unexplained']:.1%} of the variance left by {figures['k']} of "
@@ -109,22 +76,21 @@ def _autoencoder_words(figures: Mapping) -> str:
     )
 
 
-def measured_peaks(result: dict) -> dict[str, int]:
+def measured_peaks(parts: Mapping[str, dict]) -> dict[str, int]:
     """The largest measured peak by the name that the plan has for the part."""
     found: dict[str, int] = {}
-    for name, part in result["parts"].items():
+    for name, part in parts.items():
         kind = name.split("-")[0]
-        size = part["peak_bytes"]
-        if size is not None:
-            found[kind] = max(size, found.get(kind, 0))
+        if part["peak_bytes"] is not None:
+            found[kind] = max(part["peak_bytes"], found.get(kind, 0))
     return found
 
 
-def memory_words(result: dict) -> str:
+def _memory_words(result: dict) -> str:
     """Measured and planned peaks of each part."""
-    measured = measured_peaks(result)
+    measured = measured_peaks(result["parts"])
     words = []
     for name, planned in result["planned_bytes"].items():
-        size = f"{measured[name] / GIB:.3f}" if name in measured else "unknown"
+        size = f"{measured[name] / GIB:.3f}" if name in measured else "not measured"
         words.append(f"{name} {size} (planned {planned / GIB:.3f})")
     return f"GiB of tensors at the peak: {', '.join(words)}"

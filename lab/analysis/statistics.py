@@ -38,11 +38,6 @@ class Statistics(NamedTuple):
     effective_rank: float
     fp16_headroom: float
 
-    def record(self) -> dict:
-        """The figures by name, as JSON takes them: null for what is not a finite number."""
-        figures = self._asdict()
-        return {name: x if math.isfinite(x) else None for name, x in figures.items()}
-
 
 class LayerStatistics:
     """Totals of an activation of width D, from as many parts as there are.
@@ -66,23 +61,8 @@ class LayerStatistics:
         return len(self.mean_D)
 
     def add(self, x: Tensor) -> None:
-        """Take in the numbers of x [..., D], of any floating dtype.
-
-        ValueError for another width.
-        """
-        if x.shape[-1] != self.width:
-            raise ValueError(
-                f"an activation of width {x.shape[-1]}, and statistics of width {self.width}: make "
-                "statistics of the same width"
-            )
-        if x.device == self.mean_D.device:
-            self._add_tiles(x.detach().reshape(-1, self.width))
-        else:  # so that [D, D] travels once, not for each tile
-            part = LayerStatistics(self.width, x.device)
-            part.add(x)
-            self.merge(part)
-
-    def _add_tiles(self, x_ND: Tensor) -> None:
+        """Take in the numbers of x [..., D], of any floating dtype."""
+        x_ND = x.detach().reshape(-1, self.width)
         size = max(1, TILE_ELEMENTS // self.width)
         for start in platform().tiles(range(0, len(x_ND), size)):
             self._add_tile(x_ND[start : start + size])
@@ -94,16 +74,6 @@ class LayerStatistics:
         moments = _moments(x_nD, mean_D.mean())
         self._fold(len(x_nD), magnitude(x_nD), moments, mean_D, scatter_DD)
 
-    def merge(self, other: "LayerStatistics") -> None:
-        """Take in what another one has taken in: of other parts, or of another rank."""
-        if other.width != self.width:
-            raise ValueError(
-                f"statistics of width {other.width} and of width {self.width}: merge those of one "
-                "activation"
-            )
-        totals = (other.max_abs, other.moments, other.mean_D, other.scatter_DD)
-        self._fold(other.tokens, *(x.to(self.mean_D.device) for x in totals))
-
     def _fold(
         self,
         tokens: int,
@@ -113,8 +83,6 @@ class LayerStatistics:
         scatter_DD: Tensor,
     ) -> None:
         """Totals of both sets of tokens, in place."""
-        if not tokens:
-            return
         total = self.tokens + tokens
         between_D = mean_D - self.mean_D
         weight = self.tokens / total * tokens
@@ -131,9 +99,7 @@ class LayerStatistics:
         return math.isfinite(self.max_abs.item())
 
     def result(self) -> Statistics:
-        """The figures of all that was taken in. ValueError if that is nothing."""
-        if not self.tokens:
-            raise ValueError("statistics of no token: add an activation first")
+        """The figures of all that was taken in."""
         max_abs = self.max_abs.item()
         if not math.isfinite(max_abs):
             return Statistics(self.tokens, math.nan, max_abs, math.nan, math.nan, 0.0)
@@ -148,50 +114,6 @@ class LayerStatistics:
             effective_rank=effective_rank(self.scatter_DD),
             fp16_headroom=FP16_MAX / max_abs if max_abs else math.inf,
         )
-
-    def state_dict(self) -> dict:
-        """All totals, for a file: no copies, so they change with the next part."""
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what `state_dict` returned. ValueError for another width."""
-        width = len(state["mean_D"])
-        if width != self.width:
-            raise ValueError(
-                f"saved statistics of width {width}, and {self.width} is expected: continue with "
-                "the model that they are of"
-            )
-        device = self.mean_D.device
-        self.tokens = state["tokens"]
-        self.max_abs = state["max_abs"].to(device, copy=True)
-        self.moments = state["moments"].to(device, copy=True)
-        self.mean_D = state["mean_D"].to(device, copy=True)
-        self.scatter_DD = state["scatter_DD"].to(device, copy=True)
-
-
-class Magnitude:
-    """The largest magnitude of an activation, from as many parts as there are: inf or nan after an
-    overflow.
-    """
-
-    def __init__(self, device: Device = "cpu"):
-        self.max_abs = torch.zeros((), device=device, dtype=torch.float64)
-
-    def add(self, x: Tensor) -> None:
-        """Take in the numbers of x, of any shape and floating dtype."""
-        self.max_abs = torch.maximum(self.max_abs, magnitude(x).double())
-
-    def is_finite(self) -> bool:
-        """Whether no number overflowed."""
-        return math.isfinite(self.max_abs.item())
-
-    def state_dict(self) -> dict:
-        """All of it, for a file."""
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what `state_dict` returned."""
-        self.max_abs = state["max_abs"].to(self.max_abs.device, copy=True)
 
 
 # ---- formulas

@@ -131,7 +131,8 @@ class GradeSettings:
         if prompt + self.max_new_tokens > context:
             raise ValueError(
                 f"prompts of {prompt} tokens and --max_new_tokens {self.max_new_tokens} exceed the "
-                f"context of {context}: shorten one of them, or raise --context_length"
+                f"context of {context}: give shorter prompts or fewer tokens, or raise "
+                "--context_length"
             )
 
 

@@ -58,7 +58,7 @@ class BlockConfig:
             raise self.refusal(
                 ["count", "init", "local"],
                 "count >= init + local",
-                "raise count or force fewer blocks",
+                "give a larger count or force fewer blocks",
             )
 
     def refusal(

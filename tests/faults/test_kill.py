@@ -67,10 +67,10 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_one_that_is_
 
 @pytest.mark.slow
 def test_two_ranks_that_are_killed_go_on_to_the_same_bits(data, start, tmp_path):
-    flags = ["--max_steps", "200", "--save_every", "20", "--eval_every", "90", "--eval_rows", "2"]
+    flags = ["--max_steps", "80", "--save_every", "10", "--eval_every", "35", "--eval_rows", "2"]
     out = tmp_path / "run"
     killed = start(kit.arguments(data, out, *flags), 2)
-    kit.wait_for(lambda: kit.steps_logged(out) > 30)
+    kit.wait_for(lambda: kit.steps_logged(out) > 12)
     for rank in killed:
         rank.signal(signal.SIGKILL)
     assert [rank.wait() for rank in killed] == [-signal.SIGKILL] * 2

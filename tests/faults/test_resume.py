@@ -1,6 +1,6 @@
 """What a resume means: the same rows and bits, and settings that change only if they are asked to.
 
-tests/test_train.py has runs of other settings, tests/test_length_schedule.py stages of a schedule.
+tests/test_length_schedule.py resumes in the stages of a schedule.
 """
 
 import json
@@ -24,7 +24,7 @@ from tests.ranks import run_program
 CONSTANT = ["--schedule", "constant", "--save_every", "1000"]
 
 
-def words(source: Path, out: Path, last: int, *more: str) -> list[str]:
+def words(source: Path | str, out: Path, last: int, *more: str) -> list[str]:
     return kit.arguments(source, out, *CONSTANT, *more, "--max_steps", str(last))
 
 
@@ -58,6 +58,30 @@ def test_a_run_resumed_around_the_end_of_an_epoch_has_the_rows_of_a_whole_one(tm
     whole = kit.losses(tmp_path / "whole")
     assert found[:-2] == whole[:-2]
     assert found[-2:] == pytest.approx(whole[-2:], abs=1e-4)
+
+
+KINDS = {
+    "nsa": "--attention_type nsa --blocks cmp_block=8 cmp_stride=4 sel_block=8 window=16",
+    "indexed": "--attention_type indexed --blocks count=2 block=8 --indexer_warmup 1",
+    "8 bits": "--optimizer adamw_8bit --dtype bf16 --master_weights none",
+    "16 bits": "--optimizer adamw_bf16",
+    "muon": "--optimizer muon --gradient_accumulation_steps 2",
+    "master weights": "--master_weights host --dtype bf16",
+    "mixture": "--global_batch_size 2",
+    "long documents": "--long_fraction 0.5 --whole_documents",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_of_each_kind_resumes_to_the_same_bits(kind, data, tmp_path):
+    source = str(data)
+    if kind == "mixture":
+        other = kit.dataset(tmp_path / "other", 20)
+        source = f"{data}:0.75,{other}:0.25"
+    for folder, stops in (("whole", [4]), ("parts", [2, 4])):
+        for last in stops:
+            kit.run(words(source, tmp_path / folder, last, KINDS[kind]))
+    assert kit.same_end(tmp_path / "parts", tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lab.analysis import statistics
-from lab.analysis.statistics import LayerStatistics, Magnitude, Statistics, effective_rank
+from lab.analysis.statistics import LayerStatistics, Statistics, effective_rank
 
 EXACT = 1e-6
 
@@ -59,7 +59,7 @@ def numbers(kind: str, n: int = 1000, width: int = 24) -> torch.Tensor:
     return x
 
 
-# --------------------------------------------------------------------------- formulas
+# ---- formulas
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_streamed_figures_are_those_of_two_passes(kind, sizes):
     assert_same(streamed(x_ND, sizes).result(), reference(x_ND))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_numbers_of_every_dtype_are_summed_as_they_are(dtype):
     x_ND = numbers("outlier").to(dtype)
     assert_same(streamed(x_ND, [400, 600]).result(), reference(x_ND))
@@ -98,14 +98,13 @@ def test_the_effective_rank_of_equal_eigenvalues_is_their_number():
         assert effective_rank(values.diag()) == pytest.approx(rank)
 
 
-# --------------------------------------------------------------------------- edges
+# ---- edges
 
 
 def test_equal_numbers_have_no_spread():
     found = streamed(torch.full((10, 4), 2.5), [3, 7]).result()
     assert found.rms == found.max_abs == 2.5
     assert math.isnan(found.kurtosis) and found.effective_rank == 0.0
-    assert found.record()["kurtosis"] is None
     assert streamed(torch.zeros(3, 4), [3]).result().fp16_headroom == math.inf
 
 
@@ -117,50 +116,4 @@ def test_an_overflow_shows_and_stays(bad):
     found = totals.result()
     assert not totals.is_finite() and found.fp16_headroom == 0.0
     assert math.isnan(found.rms) and math.isnan(found.effective_rank)
-    assert found.record()["max_abs"] is None
     assert streamed(numbers("normal"), [1000]).is_finite()
-
-    magnitude = Magnitude()
-    magnitude.add(-numbers("normal").abs())
-    assert magnitude.max_abs == numbers("normal").abs().max() and magnitude.is_finite()
-    magnitude.add(x_ND.half())
-    magnitude.add(numbers("normal"))
-    assert not magnitude.is_finite()
-
-
-def test_what_does_not_fit_is_refused():
-    totals = LayerStatistics(4)
-    with pytest.raises(ValueError, match="no token: add an activation first"):
-        totals.result()
-    with pytest.raises(ValueError, match="width 5, and statistics of width 4"):
-        totals.add(torch.zeros(3, 5))
-    with pytest.raises(ValueError, match="width 5 and of width 4"):
-        totals.merge(LayerStatistics(5))
-    with pytest.raises(ValueError, match="saved statistics of width 5, and 4 is expected"):
-        totals.load_state_dict(LayerStatistics(5).state_dict())
-
-
-# --------------------------------------------------------------------------- merged, saved
-
-
-def test_ranks_merge_their_totals():
-    x_ND = numbers("drifting")
-    totals = streamed(x_ND[:300], [300])
-    totals.merge(streamed(x_ND[300:], [200, 500]))
-    totals.merge(LayerStatistics(24))
-    assert_same(totals.result(), reference(x_ND))
-
-    fresh = LayerStatistics(24)
-    fresh.merge(streamed(x_ND, [1000]))
-    assert_same(fresh.result(), reference(x_ND))
-
-
-def test_a_saved_state_continues_with_the_same_bits(tmp_path):
-    x_ND = numbers("outlier")
-    whole = streamed(x_ND, [300, 700])
-    torch.save(streamed(x_ND[:300], [300]).state_dict(), tmp_path / "state.pt")
-
-    continued = LayerStatistics(24)
-    continued.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    continued.add(x_ND[300:])
-    assert continued.result() == whole.result()

@@ -120,11 +120,11 @@ def test_a_reward_by_answers_needs_one_in_each_document(tmp_path):
 
     for name, other in (("none", []), ("no_marker", [3]), ("empty", [MARK])):
         bad = asked(tmp_path / name, [*[[MARK, 3]] * 7, other, [MARK, 3]])
-        with pytest.raises(ValueError, match="document 7 of train in .* has no answer that --rew"):
+        with pytest.raises(ValueError, match="document 7 "):
             intuitor.require_answers(bad, bad.split("train"), "mixed")
 
     plain = asked(tmp_path / "plain", [[3]] * 4, masked=False)
-    with pytest.raises(ValueError, match="plain has no loss mask, .*: prepare it with one"):
+    with pytest.raises(ValueError, match="plain"):
         intuitor.require_answers(plain, plain.split("train"), "label")
 
 
@@ -336,16 +336,16 @@ def test_ten_steps_without_variance_end_the_run_and_one_with_it_starts_anew():
     alike = FIGURES | {"zero_variance": 1.0}
     for figures in [alike] * 9 + [FIGURES] + [alike] * 9:
         guard.after(figures, print)
-    with pytest.raises(Halt, match="for 10 steps all rewards .*: choose another --reward"):
+    with pytest.raises(Halt, match="--reward"):
         guard.after(alike, print)
 
 
 @pytest.mark.parametrize(
     "wrong, words",
     [
-        ({"truncated": 0.6}, "60% of the responses were cut off .*: raise --max_response_length"),
-        ({"repetition": 0.7}, "may collapse: 70% of the n-grams .*: raise --kl_coef"),
-        ({"kl": 0.4}, "may collapse: the KL to the reference jumped to 0.400 nats: raise"),
+        ({"truncated": 0.6}, "60%.* --max_response_length"),
+        ({"repetition": 0.7}, "70%.* --kl_coef"),
+        ({"kl": 0.4}, "0.400 nats.* --kl_coef"),
     ],
 )
 def test_each_warning_is_said_once(wrong, words):
@@ -361,16 +361,16 @@ def test_each_warning_is_said_once(wrong, words):
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, named",
     [
-        (dict(sampling=dataclasses.replace(SAMPLING, group_size=1)), "group_size=1: .*at least 2"),
-        (dict(loss=PolicyLoss(temperature=0.7)), "at temperature 1 and scored at 0.7: give one"),
-        (dict(loss=PolicyLoss(kl="k1")), "kl='k1' needs a reference: give one"),
-        (dict(settings=Settings(20, "self_certainty_offline")), "needs a reference: give one"),
-        (dict(settings=Settings(20, prompts_per_micro_batch=0)), "micro-batch: give at least 1"),
+        (dict(sampling=dataclasses.replace(SAMPLING, group_size=1)), "group_size=1"),
+        (dict(loss=PolicyLoss(temperature=0.7)), "temperature 1 .* 0.7"),
+        (dict(loss=PolicyLoss(kl="k1")), "kl='k1'"),
+        (dict(settings=Settings(20, "self_certainty_offline")), "reference"),
+        (dict(settings=Settings(20, prompts_per_micro_batch=0)), "micro-batch"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(changes, words):
+def test_settings_that_do_not_fit_are_refused(changes, named):
     given = dict(settings=Settings(20), sampling=SAMPLING, loss=LOSS, reference=None) | changes
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=named):
         intuitor.check(**given)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import grade, intuitor
+from lab import grade
 from lab.posttrain import memory
 from lab.posttrain.config import GradeConfig
 from longhaul.memory.needs import needs
@@ -66,14 +66,3 @@ def test_the_shapes_are_those_of_qwen():
 def test_the_doors_print_the_tables(capsys):
     grade.main(["--memory_table"])
     assert memory.soft_tokens() in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["--batch", "12"], ["--tokens", "4k"], ["--tokens", "4"], ["--model", "Qwen9"], ["--x"]],
-)
-def test_words_that_make_no_table_are_one_line_and_exit_code_2(words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        intuitor.main(["--memory_table", *words])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1

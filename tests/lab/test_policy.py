@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lab.posttrain import policy
 from lab.posttrain.policy import Group, PolicyLoss, PolicyObjective, Response
@@ -231,21 +230,24 @@ def test_micro_batches_may_be_cut_anywhere(normalizer):
         require_equal(one_update(dist.World(), split, normalizer, True), expected)
 
 
+IN_FP32 = EACH, "tokens", True
+IN_BF16 = EACH, "tokens", False, "bf16"
+
+
+def both_updates(world: dist.World) -> tuple[dict, dict]:
+    return one_update(world, *IN_FP32), one_update(world, *IN_BF16)
+
+
 def test_ranks_have_the_loss_and_the_gradients_of_one_process():
-    expected = one_update(dist.World(), EACH, "tokens", skip=True)
-    for found in run_ranks(one_update, 2, EACH, "tokens", True):
-        require_equal(found, expected)
-
-
-def test_ranks_agree_with_one_process_in_bf16():
     def figures(found: dict) -> dict:
-        norms = [float(gradient.norm()) for gradient in found.pop("gradients").values()]
-        return found | {"norm": math.hypot(*norms)}
+        norms = [float(gradient.norm()) for gradient in found["gradients"].values()]
+        others = {name: value for name, value in found.items() if name != "gradients"}
+        return others | {"norm": math.hypot(*norms)}
 
-    given = EACH, "tokens", False, "bf16"
-    expected = figures(one_update(dist.World(), *given))
-    for found in run_ranks(one_update, 2, *given):
-        assert figures(found) == pytest.approx(expected, rel=0.02, abs=1e-3)
+    expected, rounded = both_updates(dist.World())
+    for found, in_bf16 in run_ranks(both_updates, 2):
+        require_equal(found, expected)
+        assert figures(in_bf16) == pytest.approx(figures(rounded), rel=0.02, abs=1e-3)
 
 
 def test_a_group_that_is_not_learned_changes_nothing():
@@ -254,49 +256,10 @@ def test_a_group_that_is_not_learned_changes_nothing():
     require_equal(with_it, without)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        dict(kl="k2"),
-        dict(normalizer="rows"),
-        dict(normalizer="constant", max_response_length=0),
-        dict(kl_coef=-1.0),
-        dict(clip=0.0),
-        dict(temperature=0.0),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(wrong):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*: (choose|give) "):
-        PolicyLoss(**{"max_response_length": 4} | wrong)
-
-
-def test_a_kl_needs_a_reference():
-    with pytest.raises(ValueError, match="kl_coef=0.1 needs a reference: give one"):
-        PolicyObjective(PolicyLoss(kl_coef=0.1))
-
-
-def test_the_update_runs_on_tensors_without_values():
-    """So a planner can simulate it: no value is read and no shape depends on one."""
-    model = step.skeleton(TRAIN, TRAIN.model())
-    reference = step.skeleton(TRAIN, TRAIN.model())
-    real = policy.micro_batch(groups_of(), "cpu")
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        state = step.fill(model, TRAIN, "cpu", step.ONE_PROCESS, None)
-        step.materialise(reference, 0, torch.device("cpu"))
-        state.objective = PolicyObjective(PolicyLoss(), reference.requires_grad_(False))
-        state.checked = True
-        micro = {
-            name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
-            for name, value in real.items()
-        }
-        loss = step.gradients(state, [micro])
-    assert isinstance(loss, FakeTensor) and model.norm.weight.grad.shape == (64,)
-
-
 def test_log_probabilities_of_some_responses_are_no_first_update():
     (first, *rest), *_ = (group.responses for group in groups_of(old=True))
     mixed = Group(torch.tensor([1]), [first._replace(logprob_R=None), *rest])
-    with pytest.raises(ValueError, match=f"1 of {1 + len(rest)} responses have no log-prob"):
+    with pytest.raises(ValueError, match=f"1 of {1 + len(rest)} "):
         policy.micro_batch([mixed], "cpu")
 
 

@@ -60,7 +60,7 @@ def test_a_folder_gives_back_the_same_rewards(tmp_path):
 def test_a_folder_without_a_head_is_no_reward_model(tmp_path):
     rewards.save(model(), tmp_path / "reward")
     (tmp_path / "reward" / rewards.HEAD).unlink()
-    with pytest.raises(ValueError, match="is no reward model, .*: give a folder"):
+    with pytest.raises(ValueError, match="reward"):
         rewards.read_config(tmp_path / "reward")
 
 
@@ -68,9 +68,7 @@ def test_a_head_of_another_width_is_refused(tmp_path):
     saved = model()
     saved.weight = torch.nn.Parameter(torch.zeros(1, 8), requires_grad=False)
     rewards.save(saved, tmp_path / "reward")
-    with pytest.raises(
-        ValueError, match=r"weight has shape \(1, 8\), and the body needs \(1, 16\)"
-    ):
+    with pytest.raises(ValueError, match=r"\(1, 8\).*\(1, 16\)"):
         rewards.load_into(model(), tmp_path / "reward")
 
 
@@ -78,11 +76,11 @@ def test_a_damaged_head_is_refused(tmp_path):
     rewards.save(model(), tmp_path / "reward")
     path = tmp_path / "reward" / rewards.HEAD
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="reward.safetensors"):
         rewards.load_into(model(), tmp_path / "reward")
 
 
 def test_another_vocabulary_than_the_policys_is_refused():
     policy = ModelConfig(**SHAPE | {"vocab_size": 60})
-    with pytest.raises(ValueError, match="has 61 tokens and the policy's 60: train a reward model"):
+    with pytest.raises(ValueError, match="61 .* 60"):
         rewards.require_same_vocabulary(ModelConfig(**SHAPE), policy)

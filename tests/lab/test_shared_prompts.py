@@ -430,17 +430,12 @@ def test_decoding_takes_the_memory_of_the_own_tokens_only():
 
 
 @pytest.mark.parametrize(
-    "lengths, message",
-    [
-        ([], "give the lengths of at least one"),
-        ([(3, 2), (5,)], "prompt 1 of 5 tokens has no response: give at least one"),
-        ([(0, 2)], "prompt 0 of 0 tokens .*: leave out what is empty"),
-        ([(3, 2, 0)], r"responses of \[2, 0\].*: leave out what is empty"),
-    ],
+    "lengths, named",
+    [([], "lengths"), ([(3, 2), (5,)], "prompt 1"), ([(0, 2)], "prompt 0"), ([(3, 2, 0)], "2, 0")],
     ids=str,
 )
-def test_empty_parts_are_refused(lengths, message):
-    with pytest.raises(ValueError, match=message):
+def test_empty_parts_are_refused(lengths, named):
+    with pytest.raises(ValueError, match=named):
         SharedPrompts(lengths)
 
 
@@ -451,33 +446,31 @@ def test_inputs_that_do_not_fit_are_refused():
     model = kernels.decoder(small())
     prompts = SharedPrompts([(3, 2, 1)])
     tokens = torch.zeros(1, 6, dtype=torch.int64)
-    with pytest.raises(ValueError, match="give lengths that add up to 5"):
+    with pytest.raises(ValueError, match="add up to 5"):
         model.hidden(tokens[:, :5], positions=tokens[:, :5], rows=prompts)
     given = behind(prompts, tokens)
-    with pytest.raises(ValueError, match="drop cache and doc_ids"):
+    with pytest.raises(ValueError, match="cache and doc_ids"):
         model.hidden(tokens, doc_ids=tokens, **given)
-    with pytest.raises(ValueError, match="drop cache and doc_ids"):
+    with pytest.raises(ValueError, match="cache and doc_ids"):
         model.hidden(tokens, cache=model.new_cache(1, 6), **given)
-    with pytest.raises(ValueError, match="NativeSparseAttention: choose attention_type standard"):
+    with pytest.raises(ValueError, match="attention_type standard"):
         kernels.decoder(small(**SPARSE)).hidden(tokens, **given)
 
 
 def test_caches_that_cannot_be_continued_are_refused():
     model = kernels.decoder(small())
     empty = model.new_cache(2, 6)
-    with pytest.raises(ValueError, match="fill it with one token or more"):
+    with pytest.raises(ValueError, match="one token"):
         CacheBehindPrompts(empty, 4, 3)
-    with pytest.raises(ValueError, match="5 rows that continue 2 prompts: give a multiple of 2"):
+    with pytest.raises(ValueError, match="multiple of 2"):
         CacheBehindPrompts(empty, 5, 3)
     sparse = kernels.decoder(small(**SPARSE))
-    with pytest.raises(
-        ValueError, match="cannot share a prompt .*: choose attention_type standard"
-    ):
+    with pytest.raises(ValueError, match="attention_type standard"):
         CacheBehindPrompts(sparse.new_cache(1, 6), 4, 3)
 
     cache = branched(model, torch.zeros(1, 5, dtype=torch.int64), 2, 4)
     assert not takes_clock(cache, model.config)
-    with pytest.raises(ValueError, match="give one token at a time"):
+    with pytest.raises(ValueError, match="one token"):
         model(torch.zeros(2, 3, dtype=torch.int64), cache=cache)
 
 
@@ -485,5 +478,5 @@ def test_ranks_that_share_rows_refuse_shared_prompts():
     model = kernels.decoder(small())
     RowSharing(Shard("ulysses", 0, 2)).wrap(model, compiled=False)
     prompts = SharedPrompts([(3, 2, 1)])
-    with pytest.raises(ValueError, match="leave out --context_parallel_size"):
+    with pytest.raises(ValueError, match="--context_parallel_size"):
         shared_loss(model, prompts, draw_tokens(prompts))

@@ -126,7 +126,7 @@ def test_one_token_with_all_the_weight_is_that_token():
 
 def test_sparse_attention_has_no_such_cache():
     config = ModelConfig(**{**SHAPE, "attention": NSAConfig(), "compute_dtype": "float32"})
-    with pytest.raises(ValueError, match="nsa attention keeps more .*: take --attention_type"):
+    with pytest.raises(ValueError, match="nsa"):
         GradientCache(config)
 
 

@@ -8,6 +8,7 @@ have written is zero. With TRITON_INTERPRET=1 and --device cpu it is a layer of 
 Whether results are right is asked by the tests. Exit code 1: nothing launched it.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import pkgutil
@@ -28,6 +29,8 @@ WORDS = 4096
 FEW_TOKENS = 1500  # several tiles, and the last one is not full
 MANY_TOKENS = 65_536  # sums have several parts only in long rows
 TOY_TOKENS = 96
+# what makes memory without values
+ALLOCATES = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
 
 
 def modules() -> Iterator[ModuleType]:
@@ -55,8 +58,9 @@ def found() -> dict[str, object]:
     return dict(sorted(kernels.items()))
 
 
-def leave_out_others(chosen: str, kernels: dict[str, object]) -> list[str]:
-    """Launch no other kernel in this process from here on; the list gets the name at each launch.
+@contextlib.contextmanager
+def others_left_out(chosen: str, kernels: dict[str, object]) -> Iterator[list[str]]:
+    """Inside, no other kernel is launched; the list gets the name at each launch.
 
     Memory that is only allocated is zero, so that every index in it is one that exists.
     """
@@ -67,11 +71,18 @@ def leave_out_others(chosen: str, kernels: dict[str, object]) -> list[str]:
         launches.append(chosen)
         return run(*args, **options)
 
+    places = [(owner, name, getattr(owner, name)) for owner, name in ALLOCATES]
     for name, kernel in kernels.items():
         kernel.run = count if name == chosen else lambda *args, **options: None
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-        setattr(owner, name, zeroed(getattr(owner, name)))
-    return launches
+    for owner, name, make in places:
+        setattr(owner, name, zeroed(make))
+    try:
+        yield launches
+    finally:
+        for kernel in kernels.values():
+            del kernel.run  # that of its class is back
+        for owner, name, make in places:
+            setattr(owner, name, make)
 
 
 def zeroed(make: Callable) -> Callable:
@@ -130,15 +141,15 @@ def main(args: list[str] | None = None) -> int:
     except ValueError as error:
         parser.refuse(error)
 
-    launches = leave_out_others(given.name, kernels)
-    use_elementwise(device)
-    if device.type == "cuda":
-        use_layer(device, FEW_TOKENS)
-        if not launches:
-            use_layer(device, MANY_TOKENS)
-        torch.cuda.synchronize(device)
-    else:
-        use_layer(device, TOY_TOKENS)
+    with others_left_out(given.name, kernels) as launches:
+        use_elementwise(device)
+        if device.type == "cuda":
+            use_layer(device, FEW_TOKENS)
+            if not launches:
+                use_layer(device, MANY_TOKENS)
+            torch.cuda.synchronize(device)
+        else:
+            use_layer(device, TOY_TOKENS)
     print(f"{given.name}: {len(launches)} launches")
     return 0 if launches else 1
 

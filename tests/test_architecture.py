@@ -79,7 +79,7 @@ STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outs
     "longhaul.exits": set(),
 }
 OURS = {name.split(".")[0] for level in LEVELS for name in level}
-NOT_THE_PRODUCT = {"tests", ".venv", ".venv-cpu", "runs", "build"}
+NOT_THE_PRODUCT = {"tests", "examples", ".venv", ".venv-cpu", "runs", "build"}
 SOURCES = sorted(
     path for path in ROOT.rglob("*.py") if not NOT_THE_PRODUCT & set(path.relative_to(ROOT).parts)
 )

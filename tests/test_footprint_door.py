@@ -1,10 +1,12 @@
-"""`profile_memory.py --step FILE.py` and `--hf FOLDER`: what they predict, what fits a card, what
+"""`profile_memory.py --step FILE.py` and `--hf MODEL`: what they predict, what fits a card, what
 to change, and bad input.
 """
 
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -361,7 +363,8 @@ VIT = dict(model_type="vit", architectures=["ViTForImageClassification"]) | SIZE
         (LLAMA | dict(hidden_size=65), "not a multiple of the number of attention heads"),
         (LLAMA | dict(hidden_act="nothing"), "KeyError: 'nothing'"),
         (LLAMA | dict(attn_implementation="flash_attention_2"), 'to "sdpa"'),
-        (LLAMA | dict(quantization_config=dict(quant_method="fp8")), "delete the entry"),
+        (LLAMA | dict(quantization_config=dict(quant_method="fp8")), "(fp8)"),
+        (LLAMA | dict(quantization_config=dict(bits=4)), "quantization_config"),
         (
             dict(model_type="llava", architectures=["LlavaForConditionalGeneration"]),
             "vision_config",
@@ -400,3 +403,83 @@ def test_a_card_without_a_question_says_whether_it_holds_the_step(llama, answer,
     said = capsys.readouterr().out
     assert "on H100 (79.1 GiB): fits" in said
     assert answer(*args, "--vram", 0.5)[0] == 3
+
+
+# ---- models by their names on the hub
+
+NAME = "someone/small-llama"
+REFERENCE = "0123456789" * 4  # of a revision
+
+
+@pytest.fixture
+def hub(transformers, tmp_path, monkeypatch):
+    """An empty cache of a hub that cannot be asked; the modules of its library."""
+    library = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(library.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(library.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    return library
+
+
+def fill(cache: Path, revision: str, llama: str, **changes) -> Path:
+    """Lay config.json of a revision into the cache; the folder of the model in it."""
+    model = cache / "models--someone--small-llama"
+    folder = model / "snapshots" / revision
+    folder.mkdir(parents=True)
+    config = json.loads((Path(llama) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return model
+
+
+def test_a_model_by_its_name_is_that_of_the_main_revision(hub, llama, answer, tmp_path, capsys):
+    fill(tmp_path / "hub", "1" * 40, llama, num_hidden_layers=1)
+    model = fill(tmp_path / "hub", REFERENCE, llama)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(REFERENCE)
+    found = answer("--hf", NAME, "--seq", 64)
+    assert REFERENCE in capsys.readouterr().out
+    assert found == answer("--hf", llama, "--seq", 64)
+
+
+def test_the_only_revision_is_taken_and_one_of_several_is_not(hub, llama, tmp_path, capsys):
+    args = ["--hf", NAME, "--seq", "64"]
+    fill(tmp_path / "hub", REFERENCE, llama)
+    assert profile_memory.main(args) == 0
+    fill(tmp_path / "hub", "1" * 40, llama)
+    assert profile_memory.main(args) == 2
+    assert f"hf download {NAME} config.json" in capsys.readouterr().err
+
+
+def test_a_folder_comes_before_the_model_of_its_name(hub, llama, tmp_path, capsys):
+    fill(tmp_path / "hub", REFERENCE, llama)
+    (tmp_path / NAME).mkdir(parents=True)
+    assert profile_memory.main(["--hf", NAME]) == 2
+    assert "there is no config.json" in capsys.readouterr().err
+
+
+def test_only_config_json_is_asked_for_and_it_is_said(
+    hub, llama, answer, tmp_path, monkeypatch, capsys
+):
+    asked = []
+
+    def send(*wanted):
+        asked.append(wanted)
+        model = fill(tmp_path / "hub", REFERENCE, llama)
+        return str(model / "snapshots" / REFERENCE / "config.json")
+
+    monkeypatch.setattr(hub, "hf_hub_download", send)
+    assert answer("--hf", NAME, "--seq", 64)[0] == 0
+    assert asked == [(NAME, "config.json")]
+    assert "downloaded" in capsys.readouterr().out
+
+
+def test_what_neither_the_cache_nor_the_hub_has_is_refused_in_one_line(tmp_path):
+    """Of a process whose environment names the cache, as a user's does."""
+    environment = os.environ | dict(HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+    environment.pop("HF_HUB_CACHE", None)
+    command = [sys.executable, ROOT / "profile_memory.py", "--hf", NAME]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert str(tmp_path / "hub" / "models--someone--small-llama") in done.stderr
+    assert f"hf download {NAME} config.json" in done.stderr

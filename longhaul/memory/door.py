@@ -1,7 +1,7 @@
-"""`profile_memory.py --step FILE.py` or `--hf FOLDER`: the memory of a step that is not longhaul's.
+"""`profile_memory.py --step FILE.py` or `--hf MODEL`: the memory of a step that is not longhaul's.
 
 The file defines build() and step(state), as footprint.predict takes them; if step has parameters
-`batch` and `seq`, the flags of that name set them. Of a Hugging Face folder only the configuration
+`batch` and `seq`, the flags of that name set them. Of a Hugging Face model only the configuration
 is read. See docs/FOOTPRINT.md.
 """
 
@@ -34,7 +34,7 @@ from footprint.prediction import NEEDS_CUDA
 from footprint.refusal import place_of
 from longhaul import cli, users_file
 from longhaul.cli import flag
-from longhaul.memory import hugging_face
+from longhaul.memory import hub, hugging_face
 from longhaul.memory.hugging_face import DTYPES, OPTIMIZERS
 from longhaul.memory.search import MOST as MOST_TRIED
 from longhaul.memory.search import (
@@ -130,7 +130,11 @@ class StepConfig(CardFlags):
     """The flags of `profile_memory.py --step` and `--hf`."""
 
     step: str = flag("", "FILE.py[:build,step]: a file with build() and step(state)")
-    hf: str = flag("", "Hugging Face folder whose config.json describes the model")
+    hf: str = flag(
+        "",
+        "Hugging Face folder whose config.json describes the model, or the model's name on the "
+        "hub, such as Qwen/Qwen3-8B",
+    )
     device: str = flag("cuda", "device that is predicted", choices=("cpu", "cuda"))
     depth: int = flag(2, "of the module names that stages tell apart", at_least=1, at_most=99)
     svg: str = flag("", "SVG file to write: the timeline alone")
@@ -221,7 +225,8 @@ def _answer(cfg: StepConfig, typed: Mapping[str, Any], say: Say) -> int:
     note = note_on_size(cfg.gpu_memory_gib)
     if note:
         say(note)
-    predicted = of_file(cfg, typed.keys()) if cfg.step else of_hugging_face(cfg, typed.keys())
+    asked = typed.keys()
+    predicted = of_file(cfg, asked) if cfg.step else of_hugging_face(cfg, asked, say)
 
     if not cfg.searches:
         return _predict(cfg, on, predicted, say).exit_code
@@ -392,15 +397,17 @@ def _worded_for_the_shell() -> Iterator[None]:
         log.disabled = was_off
 
 
-def of_hugging_face(cfg: StepConfig, typed: Set[str]) -> Callable[[StepConfig], Report]:
-    """What predicts a Hugging Face folder; `typed`: the flags of the command line."""
+def of_hugging_face(cfg: StepConfig, typed: Set[str], say: Say) -> Callable[[StepConfig], Report]:
+    """What predicts a Hugging Face model; `typed`: the flags of the command line."""
+    folder = hub.model_folder(cfg.hf, say)
     told = functools.partial(hugging_face.told_in_one_line, cfg.hf)
     with told():
-        reads_tokens = hugging_face.reads_tokens(cfg.hf)
+        reads_tokens = hugging_face.reads_tokens(folder)
     if not reads_tokens and ("seq" in typed or cfg.solve == "context"):
         asked = "--seq" if "seq" in typed else "--solve context"
         raise ValueError(f"{asked}: the model of {cfg.hf} reads no rows of tokens: drop it")
-    return functools.partial(_predicted, hugging_face.functions, told)
+    make = functools.partial(hugging_face.functions, folder)
+    return functools.partial(_predicted, make, told)
 
 
 def _predicted(make: Callable, told: Callable, cfg: StepConfig) -> Report:

@@ -71,12 +71,12 @@ def _is_theirs(file: str) -> bool:
     return file.startswith(PACKAGES) and not file.startswith(TORCH)
 
 
-def functions(training: Any, device: str = "cpu") -> tuple[Callable, Callable]:
-    """build() and step(state), as footprint.predict takes them on the CPU; `training` has the flags
-    of the profiler's door. ValueError if the model cannot be made, or if it is not known what it is
-    trained on.
+def functions(folder: str, training: Any, device: str = "cpu") -> tuple[Callable, Callable]:
+    """build() and step(state) of a folder's model, as footprint.predict takes them on the CPU;
+    `training` has the flags of the profiler's door. ValueError if the model cannot be made, or if
+    it is not known what it is trained on.
     """
-    config = configuration(training.hf)
+    config = configuration(folder)
     model_class = _model_class(config)
     make = functools.partial(_batch, model_class, config, training, device)
     is_cast = training.autocast != "none"
@@ -91,10 +91,13 @@ def configuration(folder: str):
     """What transformers reads from config.json; Unusable if that is none, or if the model needs
     what is not predicted.
     """
-    if not (Path(folder) / "config.json").is_file():
-        raise Unusable(f"--hf {folder}: there is no config.json: give the folder of a model")
     if importlib.util.find_spec("transformers") is None:
         raise Unusable("--hf needs transformers: pip install transformers")
+    if not (Path(folder) / "config.json").is_file():
+        raise Unusable(
+            f"--hf {folder}: there is no config.json: give the folder of a model, or its "
+            "name on the hub, such as Qwen/Qwen3-8B"
+        )
     transformers = importlib.import_module("transformers")
     try:
         config = transformers.AutoConfig.from_pretrained(
@@ -111,11 +114,15 @@ def configuration(folder: str):
 
 def _check_modelled(config) -> None:
     """Unusable for weights or kernels that the step here would not have."""
-    if getattr(config, "quantization_config", None):
-        raise Unusable(
-            "--hf: config.json has a quantization_config, and weights are predicted in --dtype: "
-            f"delete the entry to predict the model without it, or {ELSEWISE}"
-        )
+    for part in (config, config.get_text_config()):
+        settings = getattr(part, "quantization_config", None)
+        if settings:
+            raise Unusable(
+                f"--hf: config.json has a quantization_config ({_method(settings)}), and neither "
+                "packed weights nor their scales are predicted, only weights in --dtype: give a "
+                "folder with a config.json without the entry to predict the model unpacked, or "
+                f"{ELSEWISE}"
+            )
     parts = [name for name, value in vars(config).items() if name.endswith("_config") and value]
     senses = [name for name in parts if name.startswith(SENSES)]
     if senses:
@@ -123,6 +130,12 @@ def _check_modelled(config) -> None:
             f"--hf: the model does not only read text (config.json has a {senses[0]}), and what it "
             f"is trained on is not known here: {ELSEWISE}"
         )
+
+
+def _method(settings: Any) -> str:
+    """How weights are quantized, as a configuration names it."""
+    is_named = isinstance(settings, dict) and "quant_method" in settings
+    return str(settings["quant_method"]) if is_named else "of no named method"
 
 
 def _model_class(config) -> type[nn.Module]:

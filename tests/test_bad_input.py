@@ -859,8 +859,11 @@ def answer(door: str, words: list[str], names: dict[str, Path]) -> int | str | N
 
 
 def files_of(names: dict[str, Path]) -> dict[Path, tuple[int, int]]:
-    """The size of each file, and when it was written."""
-    files = [path for path in names["text"].parent.rglob("*") if path.is_file()]
+    """The size of each file, and when it was written; what Python keeps of a file that it has
+    imported is its own.
+    """
+    files = [path for path in names["text"].parent.rglob("*") if path.suffix != ".pyc"]
+    files = [path for path in files if path.is_file()]
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 

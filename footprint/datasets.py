@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from footprint.operators import is_fake
 from footprint.patches import Patches
 from footprint.places import StepTracker
+from footprint.tracker import storage_address
 
 
 class RealTensors(TorchDispatchMode):
@@ -27,15 +28,13 @@ class RealTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        given = {_address(one) for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)}
+        given = {
+            storage_address(one) for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)
+        }
         for tensor in tree_iter(made):
-            if isinstance(tensor, Tensor) and _address(tensor) not in given:
+            if isinstance(tensor, Tensor) and storage_address(tensor) not in given:
                 self.tracker.count_data(tensor, str(func))
         return made
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from footprint.operators import is_fake
 from footprint.patches import Patches
 from footprint.places import StepTracker, in_backward
+from footprint.tracker import storage_address
 
 PLAIN = (int, float, str, bool, type(None), torch.dtype)
 TIMES = 2  # that a forward runs: what the first one makes may be kept
@@ -83,15 +84,11 @@ class Forwards:
         is_known = all(is_fake(leaf) or isinstance(leaf, PLAIN) for leaf in leaves)
         if self.seen[key] < TIMES or not is_known:
             return
-        held = {_address(leaf) for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
-        held |= {_address(parameter) for parameter in module.parameters()}
-        if not any(_address(leaf) in held for leaf in leaves if isinstance(leaf, Tensor)):
+        held = {storage_address(leaf) for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
+        held |= {storage_address(parameter) for parameter in module.parameters()}
+        if not any(storage_address(leaf) in held for leaf in leaves if isinstance(leaf, Tensor)):
             self.results[key] = tree_map_only(Tensor, self._like, made)
 
     def _like(self, tensor: Tensor) -> Like:
         memory = "host" if self.tracker.memories.is_on_host(tensor) else "device"
         return Like(tensor.shape, tensor.stride(), tensor.dtype, memory)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

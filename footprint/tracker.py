@@ -66,6 +66,11 @@ WRAPPERS = ("DTensor", "Ragged")
 NO_STORAGE = -1
 
 
+def storage_address(tensor: torch.Tensor) -> int:
+    """What tells the storages that are alive apart."""
+    return tensor.untyped_storage()._cdata
+
+
 def sum_of_gradients(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """The sum of two gradients of one tensor, as autograd's engine makes it without a mode: in
     place if the engine holds the last reference to the older one and to its storage.
@@ -252,7 +257,7 @@ class Tracker(TorchDispatchMode):
 
     def identity(self, tensor: torch.Tensor) -> int | None:
         """The id of the tensor's storage; None if it is not known, or in host memory."""
-        _, identity = self.alive.get(tensor.untyped_storage()._cdata, (None, None))
+        _, identity = self.alive.get(storage_address(tensor), (None, None))
         return identity
 
     def register(self, tensor: torch.Tensor, op: object) -> int:
@@ -345,7 +350,7 @@ class Tracker(TorchDispatchMode):
         return NO_STORAGE
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self.host
+        return storage_address(tensor) in self.host
 
     def move_to_host(self, identities: Container[int]) -> None:
         """These storages have been in host memory from the start."""

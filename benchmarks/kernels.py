@@ -19,6 +19,7 @@ from types import ModuleType
 import torch
 
 from base.flags import Parser
+from footprint.patches import patched
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.dist import named_device
@@ -71,18 +72,12 @@ def others_left_out(chosen: str, kernels: dict[str, object]) -> Iterator[list[st
         launches.append(chosen)
         return run(*args, **options)
 
-    places = [(owner, name, getattr(owner, name)) for owner, name in ALLOCATES]
-    for name, kernel in kernels.items():
-        kernel.run = count if name == chosen else lambda *args, **options: None
-    for owner, name, make in places:
-        setattr(owner, name, zeroed(make))
-    try:
+    found = {(owner, name): zeroed(getattr(owner, name)) for owner, name in ALLOCATES}
+    for kernel in kernels.values():
+        found[kernel, "run"] = lambda *args, **options: None
+    found[kernels[chosen], "run"] = count
+    with patched(found):
         yield launches
-    finally:
-        for kernel in kernels.values():
-            del kernel.run  # that of its class is back
-        for owner, name, make in places:
-            setattr(owner, name, make)
 
 
 def zeroed(make: Callable) -> Callable:

@@ -236,8 +236,9 @@ def main(args: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     try:
         words = sys.argv[1:] if args is None else args
-        if SCRIPT in words:
-            return script_memory([word for word in words if word != SCRIPT])
+        if SCRIPT in words:  # the first one; another is a flag of the script
+            place = words.index(SCRIPT)
+            return script_memory([*words[:place], *words[place + 1 :]])
         if door.is_asked_for(words):
             return door.main(words, say)
         cfg = cli.parse(flags_of(words), words, __doc__.splitlines()[0], start.completed)

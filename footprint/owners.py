@@ -16,6 +16,7 @@ from footprint.places import (
     LOSS,
     OPTIMIZER,
     RECOMPUTE,
+    Places,
     StepTracker,
 )
 from footprint.trace import Trace, phase_of
@@ -31,35 +32,48 @@ def holdings(state: object) -> Iterator[object]:
     """Everything that a state holds: the items of lists and dictionaries and the attributes of
     objects, down to models, optimizers and tensors.
     """
+    for _, value in named_holdings(state):
+        yield value
+
+
+def named_holdings(state: object) -> Iterator[tuple[str, object]]:
+    """The same, the outermost first, each with the name of the attribute or the key that it is
+    found by; "" if there is none.
+    """
     seen: set[int] = set()
-    waiting = [(state, 0)]
-    while waiting:
-        value, depth = waiting.pop()
+    waiting = [("", state, 0)]
+    for name, value, depth in waiting:  # which grows
         if id(value) in seen or isinstance(value, PLAIN):
             continue
         seen.add(id(value))
-        yield value
+        yield name, value
         if depth < DEEPEST and not isinstance(value, nn.Module | Optimizer | Tensor):
-            waiting += [(inner, depth + 1) for inner in _inside(value)]
+            waiting += [(key, inner, depth + 1) for key, inner in _inside(name, value)]
 
 
-def _inside(value: object) -> list:
-    if isinstance(value, dict):
-        return list(value.values())
+def _inside(name: str, value: object) -> list[tuple[str, object]]:
     if isinstance(value, list | tuple | set | frozenset):
-        return list(value)
-    return list(getattr(value, "__dict__", {}).values())
+        return [(name, inner) for inner in value]
+    named = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    return [(str(key), inner) for key, inner in named.items()]
 
 
 def adopt(tracker: StepTracker, state: object) -> None:
     """Tell the tracker the models and the optimizers of a state."""
-    held = list(holdings(state))
-    models = [value for value in held if isinstance(value, nn.Module)]
-    for index, model in enumerate(models):
-        tracker.adopt(model, "" if index == 0 else type(model).__name__)
-    for value in held:
+    adopt_models(tracker, state)
+    for value in holdings(state):
         if isinstance(value, Optimizer):
             tracker.optimizers[value] = None
+
+
+def adopt_models(places: Places, state: object) -> None:
+    """Name the modules of a state's models: those of the first one as it names them, others also by
+    their model.
+    """
+    held = named_holdings(state)
+    models = [(name, value) for name, value in held if isinstance(value, nn.Module)]
+    for index, (name, model) in enumerate(models):
+        places.adopt(model, (name or type(model).__name__) if index else "")
 
 
 def move_data(tracker: StepTracker, state: object) -> None:
@@ -86,15 +100,15 @@ def label(
 
     origins: id of a storage that was alive before the step -> the phase that made it.
     """
-    owned = dict(_owned(tracker, state))
+    owned = dict(_owned(tracker, state)) | tracker.called
     kept, inputs = _kept_and_inputs(tracker.trace)
     for identity, storage in tracker.trace.storages.items():
+        if storage.category == "unsharded":
+            continue
         if identity in owned:
             storage.category, storage.module = owned[identity]
         elif identity in tracker.gradients:
             storage.category = "gradient"
-        elif storage.category == "unsharded":
-            continue
         elif origins.get(identity) == OPTIMIZER:
             storage.category = "optimizer"
         elif identity in inputs or identity in origins:

@@ -71,50 +71,29 @@ def stage_name(phase: str, module: str, depth: int) -> str:
     return phase
 
 
-class StepTracker(Tracker):
-    """A tracker that finds out itself where any training step is, and that knows its parameters,
-    gradients and optimizers.
+class Places:
+    """Finds out where a training step is, by hooks on all modules and optimizers, and tells it to
+    `enter(stage, module)`. Whoever runs operators in between calls `locate` before each of them.
     """
 
-    def __init__(
-        self,
-        workspace,
-        fake: bool,
-        known: KnownValues,
-        depth: int = DEPTH,
-        attention: Attention | None = None,
-    ):
-        super().__init__(workspace, fake)
-        self.target = workspace.target
-        self.known = known
-        self.attention = attention  # of a card
-        self.memories = Memories(self)
-        self.given = Given(self, self.memories, known)
+    def __init__(self, depth: int = DEPTH):
         self.depth = depth
-
+        self.at = (START, "")  # the stage and the module that were entered last
         self.names = weakref.WeakKeyDictionary()  # module -> its name
         # those that are alive, in the order in which they were seen
         self.roots = weakref.WeakKeyDictionary()
-        self.optimizers = weakref.WeakKeyDictionary()
         # modules whose forwards run now: the name, and whether it started in a backward
         self.running: list[tuple[str, bool]] = []
         self.in_optimizer = 0
         self.outside = START  # the phase outside of modules
+        self.announced = ""  # the phase that the step itself has named
         self.graph_task = -1
         self.reached = ""  # the module that the backward has reached
-        self.gradients: set[int] = set()
-        self.on_gradient: Callable[[Tensor], None] = lambda parameter: None
         self.handles: list = []
-        # Weak references that FakeTensorMode keeps; with them no module can change its dtype.
-        self.seen_by_the_mode: MutableMapping = {}
-        # the value of a tensor that PyTorch itself reads (Reading.argument)
-        self.read_argument: Callable[[Tensor], object] | None = None
-        self.autocast = False  # whether any operator ran under autocast
-        self.recurrent = False  # whether any recurrent layer ran
-        self.first_peak = 0  # bytes, before the step that is recorded
-        self.multiplied: set[str] = set()  # threads that have, before that step
 
-    # ---- where it is
+    def enter(self, stage: str, module: str) -> None:
+        """What happens from now on belongs to the stage and the module."""
+        raise NotImplementedError
 
     def locate(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -125,11 +104,14 @@ class StepTracker(Tracker):
                 self.outside = GRADIENTS
             self.graph_task = task
         phase, module = self._place(task != -1)
-        stage = stage_name(phase, module, self.depth)
-        if stage != self.stage or module != self.module:
-            self.enter(stage, module)
+        place = stage_name(phase, module, self.depth), module
+        if place != self.at:
+            self.at = place
+            self.enter(*place)
 
     def _place(self, backward: bool) -> tuple[str, str]:
+        if self.announced:
+            return self.announced, self.running[-1][0] if self.running else ""
         if self.in_optimizer:
             return OPTIMIZER, ""
         if self.running:
@@ -142,10 +124,112 @@ class StepTracker(Tracker):
             return BACKWARD, self.reached
         return self.outside, ""
 
+    def announce(self, phase: str) -> None:
+        """The step names what it does, until it names something else; START ends it."""
+        self.announced = "" if phase == START else phase
+        self.outside = START
+        self.locate()
+
+    def adopt(self, model: nn.Module, prefix: str = "") -> None:
+        """Name the modules of a model."""
+        if model in self.names:
+            return
+        self.roots[model] = None
+        for name, module in model.named_modules(prefix=prefix):
+            self.names.setdefault(module, name)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hooks on all modules and optimizers, inside the `with` block."""
+        self.handles += [
+            register_module_forward_pre_hook(self._forward_starts),
+            register_module_forward_hook(self._forward_ends, always_call=True),
+            register_optimizer_step_pre_hook(self._optimizer_starts),
+            register_optimizer_step_post_hook(self._optimizer_ends),
+        ]
+        try:
+            yield
+        finally:
+            for handle in self.handles:
+                handle.remove()
+            self.handles.clear()
+
+    def _forward_starts(self, module: nn.Module, args) -> None:
+        if module not in self.names:
+            self.adopt(module, type(module).__name__ if self.roots else "")
+        self.running.append((self.names[module], in_backward()))
+        self.locate()
+
+    def _forward_ends(self, module: nn.Module, args, output) -> None:
+        name, _ = self.running.pop()
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                leaf.register_hook(self._reaches(name))
+        if not self.running and not in_backward():
+            self.outside = LOSS
+        self.locate()
+
+    def _reaches(self, name: str):
+        def reached(_) -> None:
+            self.reached = name
+            self.locate()
+
+        return reached
+
+    def _optimizer_starts(self, optimizer: Optimizer, args, kwargs) -> None:
+        self.in_optimizer += 1
+        self.locate()
+
+    def _optimizer_ends(self, optimizer: Optimizer, args, kwargs) -> None:
+        self.in_optimizer -= 1
+        self.outside = END
+        self.locate()
+
+
+class StepTracker(Places, Tracker):
+    """A tracker that finds out itself where any training step is, and that knows its parameters,
+    gradients and optimizers.
+    """
+
+    def __init__(
+        self,
+        workspace,
+        fake: bool,
+        known: KnownValues,
+        depth: int = DEPTH,
+        attention: Attention | None = None,
+    ):
+        Places.__init__(self, depth)
+        Tracker.__init__(self, workspace, fake)
+        self.target = workspace.target
+        self.known = known
+        self.attention = attention  # of a card
+        self.memories = Memories(self)
+        self.given = Given(self, self.memories, known)
+
+        # those that are alive, in the order in which they were seen
+        self.optimizers = weakref.WeakKeyDictionary()
+        self.gradients: set[int] = set()
+        self.called: dict[int, tuple[str, str]] = {}  # id of a storage -> its category and name
+        self.on_gradient: Callable[[Tensor], None] = lambda parameter: None
+        # Weak references that FakeTensorMode keeps; with them no module can change its dtype.
+        self.seen_by_the_mode: MutableMapping = {}
+        # the value of a tensor that PyTorch itself reads (Reading.argument)
+        self.read_argument: Callable[[Tensor], object] | None = None
+        self.autocast = False  # whether any operator ran under autocast
+        self.recurrent = False  # whether any recurrent layer ran
+        self.first_peak = 0  # bytes, before the step that is recorded
+        self.multiplied: set[str] = set()  # threads that have, before that step
+
+    def enter(self, stage: str, module: str = "") -> None:
+        Tracker.enter(self, stage, module)
+
     def begin(self) -> None:
         super().begin()
+        self.at = (START, "")
         self.known.begin()
         self.outside = START
+        self.announced = ""
 
     def begin_step(self) -> dict[int, str]:
         """Record from here; returns which phase made what is alive (id of a storage -> phase)."""
@@ -217,9 +301,7 @@ class StepTracker(Tracker):
         """Name the modules of a model, and watch the gradients of its parameters."""
         if model in self.names:
             return
-        self.roots[model] = None
-        for name, module in model.named_modules(prefix=prefix):
-            self.names.setdefault(module, name)
+        super().adopt(model, prefix)
         for tensor in (*model.parameters(), *model.buffers()):
             self.given.double(local(tensor))
         for parameter in model.parameters():
@@ -227,49 +309,23 @@ class StepTracker(Tracker):
                 hook = parameter.register_post_accumulate_grad_hook(self._note_gradient)
                 self.handles.append(hook)
 
+    def call(
+        self,
+        tensor: Tensor,
+        category: str,
+        name: str,
+    ) -> None:
+        """The step says what a tensor is."""
+        self.called[self.register(tensor, category)] = category, name
+
     def _note_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.gradients.add(self.own(parameter.grad, "backward"))
             self.on_gradient(parameter)
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Hooks on all modules and optimizers, inside the `with` block."""
-        self.handles += [
-            register_module_forward_pre_hook(self._forward_starts),
-            register_module_forward_hook(self._forward_ends, always_call=True),
-            register_optimizer_step_pre_hook(self._optimizer_starts),
-            register_optimizer_step_post_hook(self._optimizer_ends),
-        ]
-        try:
-            yield
-        finally:
-            for handle in self.handles:
-                handle.remove()
-            self.handles.clear()
-
     def _forward_starts(self, module: nn.Module, args) -> None:
-        if module not in self.names:
-            self.adopt(module, type(module).__name__ if self.roots else "")
         self.recurrent = self.recurrent or isinstance(module, nn.RNNBase)
-        self.running.append((self.names[module], in_backward()))
-        self.locate()
-
-    def _forward_ends(self, module: nn.Module, args, output) -> None:
-        name, _ = self.running.pop()
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                leaf.register_hook(self._reaches(name))
-        if not self.running and not in_backward():
-            self.outside = LOSS
-        self.locate()
-
-    def _reaches(self, name: str):
-        def reached(_) -> None:
-            self.reached = name
-            self.locate()
-
-        return reached
+        super()._forward_starts(module, args)
 
     def _optimizer_starts(self, optimizer: Optimizer, args, kwargs) -> None:
         if self.fake and isinstance(optimizer, torch.optim.LBFGS):
@@ -283,13 +339,7 @@ class StepTracker(Tracker):
                 take_lists(group)
             for parameter in group["params"]:
                 self._note_gradient(parameter)
-        self.in_optimizer += 1
-        self.locate()
-
-    def _optimizer_ends(self, optimizer: Optimizer, args, kwargs) -> None:
-        self.in_optimizer -= 1
-        self.outside = END
-        self.locate()
+        super()._optimizer_starts(optimizer, args, kwargs)
 
 
 def take_lists(group: dict) -> None:

@@ -151,15 +151,20 @@ def step_tracker(card: Card | None, depth: int) -> StepTracker:
 
 
 def trace_two_steps(
-    tracker: StepTracker, build: Callable[[], State], step: Callable[[State], object]
+    tracker: StepTracker,
+    build: Callable[[], State],
+    step: Callable[[State], object],
+    first: Callable[[State], object] | None = None,
 ) -> None:
-    """Build and run two steps under the tracker, whose trace is then that of the second."""
+    """Build and run two steps under the tracker, whose trace is then that of the second. `first`
+    runs in place of the first step, and leaves what that would leave.
+    """
     with tracker.watching():
         state = build()
         adopt(tracker, state)
         if tracker.target == "cuda":
             move_data(tracker, state)
-        step(state)
+        (first or step)(state)
 
         origins = tracker.begin_step()
         step(state)

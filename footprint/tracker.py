@@ -388,7 +388,8 @@ class Tracker(TorchDispatchMode):
             identity: replace(self.trace.storages[identity], stage="start")
             for identity in identities
         }
-        events = [Event(0, self.held[identity], identity) for identity in identities]
+        held = {identity: self.held[identity] for identity in identities}
+        events = [Event(0, size, identity) for identity, size in held.items() if size]
 
         self.trace = Trace(
             events=events,

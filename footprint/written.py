@@ -31,6 +31,7 @@ from footprint.refusal import HERE, TORCH
 
 MODULES = torch.nn.modules.module.__file__  # where Module.to moves tensors for the step
 DEFAULT_DEVICE = "_get_device_with_index"  # where torch.get_default_device makes a tensor
+MESHES = "distributed/device_mesh.py"  # makes tensors for the host, whatever device they span
 CUDA = torch.device("cuda", 0)
 MOVES = (Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.pin_memory)
 ANSWERS = {
@@ -79,7 +80,8 @@ class AsWritten(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        is_steps = not is_torchs(_caller())
+        caller = _caller()
+        is_steps = not is_torchs(caller) or caller.f_code.co_filename.endswith(MESHES)
         if func in ANSWERS and is_steps and self._is_on_device(args[0]):
             return ANSWERS[func]
         if func in MOVES:
@@ -212,10 +214,24 @@ class Meter:
         return found
 
 
+# KiB of shared memory that a block may ask for, by compute capability x 10 (CUDA's programming
+# guide, technical specifications per capability)
+SHARED_MEMORY = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 120: 99}
+OLDEST_SHARED_MEMORY = 48
+
+
 def properties(card: Card) -> types.SimpleNamespace:
     major, minor = divmod(card.cc, 10)
-    sizes = dict(total_memory=int(card.gib * GIB), multi_processor_count=132, warp_size=32)
-    return types.SimpleNamespace(name=f"NVIDIA {card.name}", major=major, minor=minor, **sizes)
+    shared = SHARED_MEMORY.get(card.cc, OLDEST_SHARED_MEMORY)
+    return types.SimpleNamespace(
+        name=f"NVIDIA {card.name}",
+        major=major,
+        minor=minor,
+        total_memory=int(card.gib * GIB),
+        multi_processor_count=132,
+        warp_size=32,
+        shared_memory_per_block_optin=shared * 1024,
+    )
 
 
 def constant(value: object, original: object = None):

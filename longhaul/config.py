@@ -53,7 +53,7 @@ class TrainConfig:
     PROGRAM: ClassVar[str] = "train.py"  # what is run with these settings
     TASK: ClassVar[str] = "train"  # what --task of profile_memory.py calls that
     # MODULE:CLASS of what the planner runs; named, because the planner is above the settings
-    REHEARSAL: ClassVar[str] = "longhaul.memory.rehearsal:Rehearsal"
+    PLANNED: ClassVar[str] = "longhaul.memory.program:Program"
     SAMPLES: ClassVar[bool] = False  # whether a step begins with text that the model writes
     DTYPES: ClassVar[dict[str, str]] = DTYPE_SPELLINGS  # spelling of --dtype -> the one that counts
     UNTIMED: ClassVar[str] = ""  # what the predicted time of a step leaves out

@@ -9,15 +9,11 @@ import pytest
 import torch
 
 from footprint.measure import peak_bytes
-from footprint.trace import Trace
-from footprint.tracker import Tracker
 from longhaul import step
 from longhaul.config import TrainConfig
-from longhaul.dist import local_shard
 from longhaul.evals.score import Item, ModelScorer
 from longhaul.memory import evaluation
 from longhaul.memory import simulate as training
-from longhaul.memory.workspace import Workspaces
 from model import GIB
 from tests.tiers import few_fast, slow
 
@@ -56,15 +52,6 @@ def allocated(cfg: TrainConfig, tokens: int, chunk: int = 0) -> int:
 # --------------------------------------------------------------------------- predicted and real
 
 
-def trace_real_score(state: step.TrainState, tokens: int, chunk: int = 0) -> Trace:
-    """The trace of a real forward of a built model on this machine's CPU."""
-    tracker = Tracker(Workspaces("cpu"))
-    for parameter in state.model.parameters():
-        tracker.register(local_shard(parameter), "parameter")
-    with tracker:
-        return evaluation.trace_score(tracker, state, tokens, chunk)
-
-
 @pytest.mark.parametrize(
     "name, chunk",
     [("nsa", 0), slow("bf16", 0), ("tiles", 400)],
@@ -72,7 +59,7 @@ def trace_real_score(state: step.TrainState, tokens: int, chunk: int = 0) -> Tra
 def test_every_stage_is_predicted_to_the_byte(name, chunk):
     cfg = with_settings(name)
     predicted = evaluation.simulate(cfg, TOKENS, chunk=chunk, target="cpu")
-    real = trace_real_score(step.build(cfg, cfg.model(), "cpu"), TOKENS, chunk)
+    real = training.trace_really(evaluation.Scoring(cfg, TOKENS, chunk, trained=False))
     assert predicted.peak_by_stage() == real.peak_by_stage()
 
 

@@ -64,14 +64,15 @@ def test_the_plan_explains_its_peak_by_terms_that_sum_to_it():
     cfg = dataclasses.replace(BIG, gradient_checkpointing="full", plan=True)
     found = planner.plan(cfg, cfg.model(), World(), CUDA, available=1000.0)
     needs = found.needs
-    assert needs.peak == needs.stages["mlp backward"]
+    stage = "layers.*.mlp backward"
+    assert needs.peak == needs.stages[stage]
 
     lines = found.table().splitlines()
-    start = next(index for index, line in enumerate(lines) if "mlp backward" in line)
-    terms = {name: f"{size / GIB:.2f}" for name, size in needs.sizes["mlp backward"].items()}
+    start = next(index for index, line in enumerate(lines) if stage in line)
+    terms = {name: f"{size / GIB:.2f}" for name, size in needs.sizes[stage].items()}
     shown = [[size, *name.split()] for name, size in terms.items() if float(size)]
     assert [line.split() for line in lines[start + 1 : start + 1 + len(shown)]] == shown
-    assert len(shown) == 5 and needs.peak == sum(needs.sizes["mlp backward"].values())
+    assert len(shown) == 5 and needs.peak == sum(needs.sizes[stage].values())
 
     unasked = dataclasses.replace(found, asked=dataclasses.replace(cfg, plan=False))
     assert len(unasked.table().splitlines()) == len(lines) - len(shown)

@@ -93,7 +93,8 @@ def test_the_predicted_rank_is_byte_for_byte_the_tracker_on_two_real_ranks():
             }  # gloo's threads hold a buffer a little longer, below the peak
             assert late <= {
                 "norm backward",
-                "embedding backward",
+                "layers.*.attention_norm backward",
+                "embed backward",
                 "gradient norm",
                 "optimizer",
             } and all(real[name] < max(real.values()) for name in late)

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from base.flags import PRECISIONS
 from footprint.device import HALF_SINCE, Card
+from footprint.places import is_on_meta
+from footprint.prediction import trace_two_steps
 from footprint.tracker import NO_STORAGE, Tracker
 from lab.analysis import run
 from lab.analysis.autoencoder import Autoencoder
@@ -34,8 +35,8 @@ from longhaul.kinds import attention_kind
 from longhaul.memory.advise import Task, smaller_batches
 from longhaul.memory.needs import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.plan import flag_of
-from longhaul.memory.platforms import predicting
 from longhaul.memory.search import Found, Lever, placed
+from longhaul.memory.simulate import on_target
 from longhaul.memory.workspace import Workspaces
 from model import GIB, Decoder, ModelConfig
 
@@ -49,8 +50,8 @@ CHUNK = 4096  # tokens of a part, if rows shall pass in parts
 class PeakTracker(Tracker):
     """A tracker that keeps the bytes alive and their peak, and no history of them."""
 
-    def __init__(self, target: str, fake: bool = False):
-        super().__init__(Workspaces(target), fake)
+    def __init__(self):
+        super().__init__(Workspaces("cpu"))
         self.live = 0
         self.peak = 0
 
@@ -61,8 +62,7 @@ class PeakTracker(Tracker):
             self.trace.storages.pop(identity, None)
 
     def _record(self, func, args, outputs) -> None:
-        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        if any(tensor.is_meta for tensor in tensors):  # nothing is allocated
+        if any(map(is_on_meta, tree_leaves(outputs))):  # nothing is allocated
             return
         super()._record(func, args, outputs)
         for _, extra, _ in self.trace.workspaces:
@@ -87,7 +87,7 @@ def meter(model: Decoder, device: torch.device) -> Iterator[Meter]:
         found.peak_bytes = torch.cuda.max_memory_allocated(device)
         return
 
-    tracker = PeakTracker("cpu")
+    tracker = PeakTracker()
     for parameter in model.parameters():
         tracker.register(parameter, "parameter")
     with tracker:
@@ -217,24 +217,13 @@ class FakePrompts(Patching):
         return prompt_R.clone(), prompt_R, where_RT
 
 
-@contextlib.contextmanager
-def on_fake_tensors(
-    config: ModelConfig, target: str, every_tile: bool = False
-) -> Iterator[tuple[PeakTracker, Decoder]]:
-    """A tracker and the model, its weights in config.compute_dtype, as if on the target.
-
-    every_tile: run all tiles of a loop, instead of the first two and the last one.
-    """
+def built(config: ModelConfig, device: str) -> Decoder:
+    """The model, its weights in config.compute_dtype."""
     with torch.device("meta"):
         skeleton = kernels.decoder(config).to(config.dtype)
-    tracker = PeakTracker(target, fake=True)
-    fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake_tensors, predicting(target, tracker, every_tile), tracker:
-        model = skeleton.to_empty(device="cpu")
-        model.tie_weights()
-        for parameter in model.parameters():
-            tracker.register(parameter, "parameter")
-        yield tracker, model
+    model = skeleton.to_empty(device=device)
+    model.tie_weights()
+    return model
 
 
 def simulated(asked: Analysed, target: str, part: Callable) -> int:
@@ -244,11 +233,17 @@ def simulated(asked: Analysed, target: str, part: Callable) -> int:
     every_tile = asked.measures.chunk > 0 and part in (autoencoder, patching)
     longest = asked.longest if asked.measures.chunk else 0
     samples = FakeSamples(rows, asked.context_length, longest)
-    with on_fake_tensors(asked.config, target, every_tile) as (tracker, model):
-        if part is not loading:
-            tracker.peak = tracker.live
+
+    def step(model: Decoder) -> None:
         part(model, samples, asked)
-        return tracker.peak
+
+    with on_target(target=target, every_tile=every_tile) as tracker:
+        build = functools.partial(built, asked.config, target)
+        trace_two_steps(tracker, build, step, first=lambda model: None)
+    if part is loading:
+        return tracker.first_peak
+    peak, _ = tracker.trace.peak()
+    return peak
 
 
 def loading(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:

@@ -139,7 +139,7 @@ class IntuitorConfig(PolicyConfig):
 
     PROGRAM: ClassVar[str] = "-m lab.intuitor"
     TASK: ClassVar[str] = "intuitor"
-    REHEARSAL: ClassVar[str] = "lab.posttrain.rehearsal:Intuitor"
+    PLANNED: ClassVar[str] = "lab.posttrain.rehearsal:Intuitor"
     NSA_LACKS: ClassVar[str] = "cannot share a prompt among responses yet"
     UNTIMED: ClassVar[str] = "without the time of sampling"
     EXAMPLES: ClassVar[str] = """examples:
@@ -305,7 +305,7 @@ class GradeConfig(PolicyConfig):
 
     PROGRAM: ClassVar[str] = "-m lab.grade"
     TASK: ClassVar[str] = "grade"
-    REHEARSAL: ClassVar[str] = "lab.posttrain.rehearsal:Grade"
+    PLANNED: ClassVar[str] = "lab.posttrain.rehearsal:Grade"
     NSA_LACKS: ClassVar[str] = "has no cache yet that gradients pass through"
     UNTIMED: ClassVar[str] = "as if the tokens of a response were computed at once"
     EXAMPLES: ClassVar[str] = """examples:

@@ -1,4 +1,4 @@
-"""The parts of a post-training step that a simulation adds to `longhaul.step.train_step`: the
+"""The steps of post-training as the planner runs them, around `longhaul.step.train_step`: the
 models that are only read, the objective, the rollout, and micro-batches in which every prompt and
 every response is as long as the settings allow.
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from data.prompts import Prompt
-from footprint.tracker import Tracker
+from footprint.places import START
 from lab.posttrain import grade, policy, reward, rollout
 from lab.posttrain.config import GradeConfig, IntuitorConfig
 from lab.posttrain.grade import GradeObjective
@@ -23,75 +23,70 @@ from lab.posttrain.policy import Group, PolicyObjective, Response
 from lab.posttrain.prompts import SharedPrompts
 from lab.posttrain.reward import RewardModel
 from lab.posttrain.rollout import Sampling
-from longhaul import step
-from longhaul.dist import local_shard
+from longhaul import step as trainer
 from longhaul.memory.batches import CPU, FewOfMany
-from longhaul.memory.rehearsal import Rehearsal
-from longhaul.memory.stages import ROLLOUT, VALIDATION
+from longhaul.memory.program import ROLLOUT, VALIDATION, Program
 from longhaul.parallel import apply
 from model import Decoder, KVCache, ModelConfig
 
 MICRO_BATCHES = 2  # that run: the second adds to gradients that exist, and all others are like it
 
 
-class Policy(Rehearsal):
+class Policy(Program):
     """A step of post-training."""
 
-    def skeletons(self, config: ModelConfig, mesh: DeviceMesh | None) -> None:
-        """The reference, if there is one."""
-        if self.cfg.needs_reference:
-            self.frozen["reference"] = step.skeleton(self.cfg, config, mesh)
+    frozen: dict[str, Decoder]  # the models that are only read
 
-    def begin(self, tracker: Tracker, state: step.TrainState) -> None:
-        """Memory for the frozen models, and the state's objective."""
-        self.tracker = tracker
-        self.state = state
-        for owner, model in self.frozen.items():
-            step.materialise(model, self.cfg.seed, CPU)
-            model.requires_grad_(False)
-            for name, parameter in model.named_parameters():
-                self.name(local_shard(parameter), "parameter", f"{name} ({owner})")
+    def begin(
+        self, state: trainer.TrainState, config: ModelConfig, mesh: DeviceMesh | None
+    ) -> None:
+        """The frozen models, and the state's objective."""
+        self.model = state.model
+        self.frozen = self.make_frozen(config, mesh)
         state.objective = self.objective()
 
-    def objective(self) -> step.Objective:
+    def make_frozen(self, config: ModelConfig, mesh: DeviceMesh | None) -> dict[str, Decoder]:
+        """The reference, if there is one."""
+        if not self.cfg.needs_reference:
+            return {}
+        return {"reference": trainer.frozen(self.cfg, config, self.device, mesh)}
+
+    def objective(self) -> trainer.Objective:
         """What the step minimises."""
         raise NotImplementedError
 
-    def of_step(self, make: Callable[[], step.MicroBatch]) -> list[step.MicroBatch]:
+    def step(self, state: trainer.TrainState) -> None:
+        """One step, and what reading its figures does."""
+        super().step(state)
+        for model in self.frozen.values():
+            apply.reshard(model)
+
+    def of_step(self, make: Callable[[], trainer.MicroBatch]) -> list[trainer.MicroBatch]:
         """The micro-batches of a step; what is left out of those that do not run is their weights,
         a number each before the first forward.
         """
         number = self.cfg.accumulation(self.ranks)
         running = number if self.every else min(number, MICRO_BATCHES)
         batch = [make() for _ in range(running)]
-        return batch if running == number else FewOfMany(batch, number - running)
-
-    def name(
-        self,
-        tensor: Tensor,
-        category: str,
-        name: str,
-    ) -> None:
-        """What a tensor's storage is, wherever it was made."""
-        storage = self.tracker.trace.storages[self.tracker.register(tensor, category)]
-        storage.category = category
-        storage.module = name
+        return batch if running == number else FewOfMany(batch, number - running, self.device)
 
     def sample(self, number: int, sampling: Sampling) -> None:
         """The first and the last forward of responses to so many prompts, of the longest."""
         tokens = np.zeros(self.cfg.longest_prompt, dtype=np.int64)
         first = min(number, sampling.prompts)
         prompts = [Prompt(position, tokens, tokens[:0]) for position in range(first)]
-        rollout.rehearse(self.state.model, prompts, sampling, self._name_cache)
+        rollout.rehearse(self.model, prompts, sampling, self._name_cache)
 
     def _name_cache(self, cache: KVCache) -> None:
         """Keys and values belong to their layers."""
+        if self.tracker is None:
+            return
         for index, layer in enumerate(cache.layers):
             prompt = getattr(layer, "prompt", None)
             for part in filter(None, (prompt, layer)):
                 of_prompt = "prompt's " if part is prompt else ""
-                self.name(part.k_BSGK, "buffer", f"layers.{index}.{of_prompt}cached keys")
-                self.name(part.v_BSGK, "buffer", f"layers.{index}.{of_prompt}cached values")
+                self.tracker.call(part.k_BSGK, "buffer", f"layers.{index}.{of_prompt}cached keys")
+                self.tracker.call(part.v_BSGK, "buffer", f"layers.{index}.{of_prompt}cached values")
 
 
 # ---- Intuitor
@@ -100,30 +95,22 @@ class Policy(Rehearsal):
 class Intuitor(Policy):
     """A rollout of the policy, and the update over one row for each group."""
 
-    def __init__(
-        self,
-        cfg: IntuitorConfig,
-        ranks: int,
-        every: bool,
-    ):
-        super().__init__(cfg, ranks, every)
+    def __init__(self, cfg: IntuitorConfig, *args, **options):
+        super().__init__(cfg, *args, **options)
         self.short = shortest_micro_batch(cfg)  # with values that fake tensors do not have
 
     def objective(self) -> PolicyObjective:
         return PolicyObjective(self.cfg.policy_loss(), self.frozen.get("reference"))
 
-    def batch(self) -> list[step.MicroBatch]:
-        for model in self.frozen.values():
-            apply.reshard(model)  # as reading the figures of a step does
-        self.state.stage(ROLLOUT)
+    def batch(self, state: trainer.TrainState) -> list[trainer.MicroBatch]:
+        state.stage(ROLLOUT)
         self._sample()
-        self.state.stage("start")
-        return self.of_step(lambda: stretched(self.short, self.cfg))
+        state.stage(START)
+        return self.of_step(lambda: stretched(self.short, self.cfg, self.device))
 
     def _sample(self) -> None:
         """The first and the last forward of the responses of training and of validation."""
-        config = self.state.model.config
-        sampling = self.cfg.sampling(eod_id=0, vocab_size=config.vocab_size)
+        sampling = self.cfg.sampling(eod_id=0, vocab_size=self.config.vocab_size)
         asked = [(self.cfg.rows_per_step(self.ranks), sampling)]
         if self.cfg.eval_every:
             asked.append((self.cfg.eval_rows, self.cfg.validation_sampling(sampling)))
@@ -131,7 +118,7 @@ class Intuitor(Policy):
             self.sample(-(-rows // self.ranks), one)
 
 
-def shortest_micro_batch(cfg: IntuitorConfig) -> step.MicroBatch:
+def shortest_micro_batch(cfg: IntuitorConfig) -> trainer.MicroBatch:
     """That of a prompt of one token with responses of one token."""
     one = torch.zeros(1, dtype=torch.long)
     responses = [Response(one, 0.0, one.float()) for _ in range(cfg.group_size)]
@@ -139,13 +126,21 @@ def shortest_micro_batch(cfg: IntuitorConfig) -> step.MicroBatch:
     return policy.micro_batch([group], CPU)
 
 
-def plain(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def plain(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """Zeros for ids, ones for what may be divided by."""
     value = 1 if dtype.is_floating_point else 0
-    return torch.full(shape, value, dtype=dtype, device=CPU)
+    return torch.full(shape, value, dtype=dtype, device=device)
 
 
-def stretched(short: step.MicroBatch, cfg: IntuitorConfig) -> step.MicroBatch:
+def stretched(
+    short: trainer.MicroBatch,
+    cfg: IntuitorConfig,
+    device: torch.device = CPU,
+) -> trainer.MicroBatch:
     """Tensors in the shapes of a micro-batch with the longest prompts and responses: nothing long
     exists if they are fake.
 
@@ -158,7 +153,7 @@ def stretched(short: step.MicroBatch, cfg: IntuitorConfig) -> step.MicroBatch:
     found = {}
     for name, value in short.items():
         if isinstance(value, Tensor):
-            found[name] = plain(shapes[value.ndim], value.dtype)
+            found[name] = plain(shapes[value.ndim], value.dtype, device)
     return found | {"rows": SharedPrompts([lengths for _ in range(cfg.batch_size)])}
 
 
@@ -168,13 +163,8 @@ def stretched(short: step.MicroBatch, cfg: IntuitorConfig) -> step.MicroBatch:
 class Grade(Policy):
     """Responses of soft tokens, which are made inside the loss, and their reward, by one method."""
 
-    def __init__(
-        self,
-        cfg: GradeConfig,
-        ranks: int,
-        every: bool,
-    ):
-        super().__init__(cfg, ranks, every)
+    def __init__(self, cfg: GradeConfig, *args, **options):
+        super().__init__(cfg, *args, **options)
         # a run always leaves out the ids that are padding, though there may be none
         self.settings = cfg.settings(eod_id=0, vocab_size=cfg.model().vocab_size)
         one = torch.zeros(1, dtype=torch.long)
@@ -184,70 +174,71 @@ class Grade(Policy):
             prompts, numbers, 0, cfg.seed, cfg.batch_size, self.settings, CPU
         )[0]
 
-    def skeletons(self, config: ModelConfig, mesh: DeviceMesh | None) -> None:
+    def begin(
+        self, state: trainer.TrainState, config: ModelConfig, mesh: DeviceMesh | None
+    ) -> None:
+        """Also the tables of positions, as the first step leaves them, which may so be short."""
+        super().begin(state, config, mesh)
+        models = [state.model, self.frozen["reference"], self.frozen["reward"]]
+        for model, lengths in zip(models, table_lengths(self.cfg), strict=True):
+            for length in lengths:
+                model.rotary(length, self.device)
+
+    def make_frozen(self, config: ModelConfig, mesh: DeviceMesh | None) -> dict[str, Decoder]:
         """The reference, and a reward model of the shape that is named, or of the policy's."""
-        super().skeletons(config, mesh)
+        found = super().make_frozen(config, mesh)
         of_reward = config
         if self.cfg.reward_checkpoint:
             of_reward = dataclasses.replace(
                 reward.read_config(self.cfg.reward_checkpoint), compute_dtype=config.compute_dtype
             )
         self.settings.check(config, of_reward, self.cfg.longest_prompt, self.cfg.context_length)
-        self.frozen["reward"] = step.skeleton(self.cfg, of_reward, mesh)
-
-    def begin(self, tracker: Tracker, state: step.TrainState) -> None:
-        """Also the tables of positions, as the first step leaves them, which may so be short."""
-        super().begin(tracker, state)
-        for model, lengths in zip(self._models(), table_lengths(self.cfg), strict=True):
-            for length in lengths:
-                model.rotary(length, CPU)
-
-    def _models(self) -> list[Decoder]:
-        return [self.state.model, self.frozen["reference"], self.frozen["reward"]]
+        return found | {"reward": trainer.frozen(self.cfg, of_reward, self.device, mesh)}
 
     def objective(self) -> GradeObjective:
         if self.cfg.freeze_embeddings:
-            grade.freeze_embeddings(self.state.model)
+            grade.freeze_embeddings(self.model)
         self.rewards = RewardModel(self.frozen["reward"]).requires_grad_(False)
         return GradeObjective(self.settings, self.frozen["reference"], self.rewards)
 
-    def batch(self) -> list[step.MicroBatch]:
-        self._forget()
-        if self.cfg.eval_every and self.state.step:
+    def batch(self, state: trainer.TrainState) -> list[trainer.MicroBatch]:
+        if self.cfg.eval_every and state.step:
+            state.stage(VALIDATION)
             self._validate()
+            state.stage(START)
         # a first step, which only makes the optimizer's states, is as good with one token
-        tokens = self.settings.max_new_tokens if self.state.step else 1
-        self.state.objective.settings = dataclasses.replace(self.settings, max_new_tokens=tokens)
-        shapes: list[tuple[int, ...]] = [
-            (),
-            (self.cfg.batch_size,),
-            (self.cfg.batch_size, self.cfg.longest_prompt),
-        ]
-        return self.of_step(
-            lambda: {name: plain(shapes[one.ndim], one.dtype) for name, one in self.short.items()}
-        )
+        tokens = self.settings.max_new_tokens if state.step else 1
+        state.objective.settings = dataclasses.replace(self.settings, max_new_tokens=tokens)
+        B = self.cfg.batch_size
+        shapes: list[tuple[int, ...]] = [(), (B,), (B, self.cfg.longest_prompt)]
+
+        def make() -> trainer.MicroBatch:
+            found = {}
+            for name, one in self.short.items():
+                found[name] = plain(shapes[one.ndim], one.dtype, self.device)
+            return found
+
+        return self.of_step(make)
 
     def _validate(self) -> None:
         """A response to each prompt of a validation's first batch, and its reward."""
-        self.state.stage(VALIDATION)
         cfg = self.cfg
         B = min(cfg.batch_size, -(-cfg.eval_rows // self.ranks))
         self.sample(B, cfg.validation_sampling(eod_id=0, vocab_size=self.settings.vocab_size))
-        prompts_BP = plain((B, cfg.longest_prompt), torch.long)
-        tokens_BT = plain((B, self.settings.max_new_tokens), torch.long)
+        prompts_BP = plain((B, cfg.longest_prompt), torch.long, self.device)
+        tokens_BT = plain((B, self.settings.max_new_tokens), torch.long, self.device)
+        counts_BT = plain(tokens_BT.shape, torch.float32, self.device)
         with torch.no_grad():
-            self.rewards.forward_hard(prompts_BP, tokens_BT, plain(tokens_BT.shape, torch.float32))
+            self.rewards.forward_hard(prompts_BP, tokens_BT, counts_BT)
         self.rewards.reshard()
-        self.state.stage("start")
 
-    def _forget(self) -> None:
-        """What reading the figures of a step does."""
-        objective = self.state.objective
+    def step(self, state: trainer.TrainState) -> None:
+        """One step, whose figures are read."""
+        super().step(state)
+        objective = state.objective
         objective.sums = None
         objective.largest = None
         objective.latest = None
-        for model in self.frozen.values():
-            apply.reshard(model)
 
 
 def table_lengths(cfg: GradeConfig) -> list[list[int]]:

@@ -38,10 +38,10 @@ def _batch(rows: int, tokens: int, size: int) -> list[step.MicroBatch]:
 class FewOfMany(list):
     """The micro-batches of a step that run, and the bytes of the others, which are alike."""
 
-    def __init__(self, running: list[step.MicroBatch], others: int):
+    def __init__(self, running: list[step.MicroBatch], others: int, device: torch.device):
         super().__init__(running)
         size = others * sum(tensor.nbytes for tensor in tensors_of(running[:1]))
-        self.others = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self.others = torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def tensors_of(batch: list[step.MicroBatch]) -> Iterator[torch.Tensor]:
@@ -56,7 +56,12 @@ def tensors_of(batch: list[step.MicroBatch]) -> Iterator[torch.Tensor]:
                 yield value
 
 
-def fake_batch(cfg: TrainConfig, ranks: int, every: bool = True) -> list[step.MicroBatch]:
+def fake_batch(
+    cfg: TrainConfig,
+    ranks: int,
+    every: bool = True,
+    device: torch.device = CPU,
+) -> list[step.MicroBatch]:
     """`row_batch` on fake tensors, made from rows of one token, so that nothing long exists.
 
     Without `every`, of more than four micro-batches four run, or three: an even number of them is
@@ -66,14 +71,18 @@ def fake_batch(cfg: TrainConfig, ranks: int, every: bool = True) -> list[step.Mi
     running = number if every or number <= MICRO_BATCHES else MICRO_BATCHES - number % 2
     short = _batch(running * cfg.batch_size, 1, cfg.batch_size)
     found = [
-        {name: _stretched(value, cfg.context_length) for name, value in micro.items()}
+        {name: _stretched(value, cfg.context_length, device) for name, value in micro.items()}
         for micro in short
     ]
-    return found if running == number else FewOfMany(found, number - running)
+    return found if running == number else FewOfMany(found, number - running, device)
 
 
-def _stretched(value: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
+def _stretched(
+    value: torch.Tensor | None,
+    tokens: int,
+    device: torch.device,
+) -> torch.Tensor | None:
     """A tensor like `value`, without values, whose rows have `tokens` tokens."""
     if value is None:
         return None
-    return torch.empty((len(value), tokens), dtype=value.dtype, device="cpu")
+    return torch.empty((len(value), tokens), dtype=value.dtype, device=device)

@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from footprint.trace import Trace
-from footprint.tracker import Tracker
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.evals.score import Item, ModelScorer
 from longhaul.kinds import attention_kind
-from longhaul.memory.batches import CPU, fake_batch
+from longhaul.memory.batches import CPU
 from longhaul.memory.needs import CUDA_CONTEXT_GIB, PROCESS_GIB
-from longhaul.memory.simulate import on_fake_tensors
-from longhaul.memory.stages import label, telling
+from longhaul.memory.program import Program
+from longhaul.memory.simulate import trace
 from model import GIB
 
 FEWER, LAYERS = 2, 3  # layers of the two simulations from which a deeper model's peak follows
@@ -61,25 +60,39 @@ def simulate(
     layers, every_tile: as for a training step. trained: the optimizer has its states, as it does if
     a training run evaluates.
     """
-    with on_fake_tensors(cfg, ranks, target, layers, every_tile) as (tracker, state):
-        if trained:
-            step.train_step(state, fake_batch(cfg, ranks))
-        return trace_score(tracker, state, tokens, chunk)
+    program = Scoring(cfg, tokens, chunk, trained, ranks, layers, device=target)
+    return trace(program, target, every_tile)
 
 
-def trace_score(tracker: Tracker, state: step.TrainState, tokens: int, chunk: int) -> Trace:
-    """Score one row under the tracker."""
-    scorer = ModelScorer(state.model, CPU, chunk)
-    tracker.begin()
-    rows = [torch.zeros((1, tokens), dtype=torch.long, device=CPU) for _ in range(2)]
-    if state.cfg.context_ranks > 1:  # else they would follow from values
-        rows.append(torch.zeros_like(rows[0]))
-    item = Item(*rows)
-    inputs = {tracker.register(row, "input") for row in rows}
-    with telling(tracker, state):
-        scorer.score(item)
-    label(tracker.trace, tracker, state, set(), inputs)
-    return tracker.trace
+class Scoring(Program):
+    """A row of `tokens` tokens that all have a label is scored, whole or in parts of `chunk`."""
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        tokens: int,
+        chunk: int,
+        trained: bool,
+        *args,
+        **options,
+    ):
+        super().__init__(cfg, *args, **options)
+        self.tokens = tokens
+        self.chunk = chunk
+        self.trained = trained
+
+    def first(self, state: step.TrainState) -> None:
+        """The optimizer has its states if a training run evaluates."""
+        if self.trained:
+            step.train_step(state, self.batch(state))
+
+    def step(self, state: step.TrainState) -> None:
+        """A row is scored."""
+        scorer = ModelScorer(state.model, self.device, self.chunk)
+        rows = [torch.zeros((1, self.tokens), dtype=torch.long, device=CPU) for _ in range(2)]
+        if self.cfg.context_ranks > 1:  # else they would follow from values
+            rows.append(torch.zeros_like(rows[0]))
+        scorer.score(Item(*rows))
 
 
 # ---- whole rows or parts

@@ -22,8 +22,8 @@ from longhaul.config import TrainConfig
 from longhaul.kernels import loss_path
 from longhaul.kinds import attention_kind
 from longhaul.memory.plan import Plan, plan
+from longhaul.memory.program import ROLLOUT
 from longhaul.memory.search import Found, Lever, Search, pulled
-from longhaul.memory.stages import ROLLOUT
 from model import GIB, PRESETS, ModelConfig
 
 PATIENCE = 24 * 3600  # seconds: a run that is proposed for a CPU ends within them

@@ -12,15 +12,14 @@ import torch
 from footprint.device import Demand, waterfall
 from footprint.measure import peak_of_last
 from footprint.trace import Trace
-from footprint.tracker import Tracker
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.memory.batches import row_batch, tensors_of
 from longhaul.memory.deep import Profile
-from longhaul.memory.rehearsal import rehearsal
+from longhaul.memory.program import program_of
 from longhaul.memory.reserve import expandable_segments
 from longhaul.memory.simulate import trace_real_run
-from longhaul.memory.stages import StagePeaks, telling
+from longhaul.memory.stages import StagePeaks
 from model import GIB
 
 CUDA = torch.device("cuda")
@@ -47,17 +46,15 @@ def allocator_peak(cfg: TrainConfig) -> int:
     """Bytes at the peak of the second of two steps: what the allocator recorded, and the rows,
     which are numpy's.
     """
-    more = rehearsal(cfg, ranks=1, every=True)
+    program = program_of(cfg, every=True, real=True)
 
     def first_step() -> step.TrainState:
-        state = step.build(cfg, cfg.model(), "cpu")
-        more.skeletons(cfg.model(), None)
-        more.begin(Tracker(), state)
-        step.train_step(state, more.batch())
+        state = program.build()
+        program.first(state)
         return state
 
-    recorded = peak_of_last(first_step, lambda state: step.train_step(state, more.batch()))
-    return recorded + sum(tensor.nbytes for tensor in tensors_of(more.rows))
+    recorded = peak_of_last(first_step, program.step)
+    return recorded + sum(tensor.nbytes for tensor in tensors_of(program.rows))
 
 
 def _count_storages(trace: Trace) -> dict[str, int]:
@@ -108,7 +105,7 @@ def measure_cuda(cfg: TrainConfig, snapshot: str = "", device: torch.device = CU
     torch.cuda.reset_peak_memory_stats(device)
     peaks = CudaPeaks(device)
     began = time.perf_counter()
-    with telling(peaks, state):
+    with peaks.of_step(state):
         step.train_step(state, batch)
         torch.cuda.synchronize(device)
         seconds = time.perf_counter() - began

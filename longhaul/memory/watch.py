@@ -16,7 +16,7 @@ from longhaul.config import TrainConfig
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.needs import WARM_UP
-from longhaul.memory.stages import StagePeaks, telling
+from longhaul.memory.stages import StagePeaks
 from longhaul.step import TrainState
 from model import GIB
 
@@ -49,7 +49,7 @@ class Watch(StagePeaks):
         graphs.
         """
         if state.step < STEPS and not state.cfg.compile:
-            with telling(self, state):
+            with self.of_step(state):
                 yield
         else:
             yield

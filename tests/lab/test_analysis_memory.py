@@ -84,7 +84,7 @@ def test_a_model_that_is_loaded_has_its_tied_head_twice_until_it_is_tied():
     config = SETTINGS["standard"][0]
     with torch.device("meta"):
         skeleton = kernels.decoder(config).to(config.dtype)
-    tracker = analysis.PeakTracker("cpu")
+    tracker = analysis.PeakTracker()
     with tracker:
         model = skeleton.to_empty(device="cpu")
         model.tie_weights()
@@ -159,7 +159,7 @@ def test_a_comparison_in_parts_grows_by_a_second_cache_alone():
 
 
 def test_the_meter_keeps_no_history():
-    tracker = analysis.PeakTracker("cpu")
+    tracker = analysis.PeakTracker()
     with tracker:
         for _ in range(50):
             x = torch.zeros(1000)

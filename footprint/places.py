@@ -171,6 +171,7 @@ class Places:
 
     def _reaches(self, name: str):
         def reached(_) -> None:
+            self.locate()  # a backward may begin here
             self.reached = name
             self.locate()
 

@@ -88,16 +88,11 @@ def test_the_predicted_rank_is_byte_for_byte_the_tracker_on_two_real_ranks():
     for stages in run_ranks(observed_each, 2, SHARDED):
         for real, fake in zip(stages, predicted, strict=True):
             assert max(real.values()) == max(fake.values())
-            late = {
-                name for name in real if real[name] != fake[name]
-            }  # gloo's threads hold a buffer a little longer, below the peak
-            assert late <= {
-                "norm backward",
-                "layers.*.attention_norm backward",
-                "embed backward",
-                "gradient norm",
-                "optimizer",
-            } and all(real[name] < max(real.values()) for name in late)
+            late = {name for name in real if real[name] != fake[name]}
+            # gloo's threads hold a buffer of a backward a little longer, below the peak
+            after = {"gradients", "gradient norm", "optimizer"}
+            assert all(name in after or name.endswith("backward") for name in late)
+            assert all(fake[name] < real[name] < max(real.values()) for name in late)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""What the machine decides. Code that depends on the machine asks `platform()` for it.
+"""What the machine decides: which kernels and which precision, by the device of a tensor.
 
-The memory planner runs the same code on tensors without values and answers for the machine that it
-predicts. model.py does not know this file: only its faster twins and what stands around them ask.
-It needs only torch.
+model.py does not know this file: only its faster twins and what stands around them ask. It needs
+only torch.
 """
 
 import contextlib
@@ -11,7 +10,7 @@ import importlib.util
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,149 +23,59 @@ MARGIN = 1.25  # by which fp32 products must be faster to be taken
 Device = torch.device | str
 
 
-class Platform:
-    """What the machine decides. Code that depends on the machine asks `platform()` for it.
+# ---- loops
 
-    A real run uses this class as it is. The memory planner runs the same code on tensors without
-    values, so it passes a platform of its own to `running_on`, which answers for the machine that
-    it predicts.
+_few_rounds = [False]  # whether a prediction runs
+
+
+def rounds(parts: Sequence) -> Sequence:
+    """The rounds of a loop that run, of those that do equal work, or more and more: all of them. In
+    a prediction of memory the first and the last three stand for all; the last may be smaller.
     """
+    if _few_rounds[-1] and len(parts) > 4:
+        return [parts[0], *parts[-3:]]
+    return parts
 
-    def device(self, x: Tensor) -> torch.device:
-        """The device on which x is computed."""
-        return x.device
 
-    def tiles(self, tiles: Sequence) -> Sequence:
-        """The tiles that a loop visits, of those that do the same work: all of them."""
-        return tiles
+@contextlib.contextmanager
+def few_rounds(few: bool = True) -> Iterator[None]:
+    """Loops inside the `with` block run a few rounds, or again all."""
+    _few_rounds.append(few)
+    try:
+        yield
+    finally:
+        _few_rounds.pop()
 
-    def parts(self, parts: list, size: Callable) -> list:
-        """The parts that run, of independent ones with different size(part): all of them."""
-        return parts
 
-    def last(self, parts: list) -> list:
-        """The parts that run, of those that grow and keep their buffers: all of them."""
-        return parts
+# ---- products
 
-    def tile_body(
-        self,
-        function: Callable,
-        kernels: str,
-        fastest: Callable,
-    ) -> Callable:
-        """What runs an elementwise tile function of the loss: fastest(function, kernels)."""
-        return fastest(function, kernels)
 
-    def mixed_product(
-        self,
-        out: Tensor,
-        a: Tensor,
-        b: Tensor,
-        beta: int,
-    ) -> None:
-        """out = beta * out + a @ b, where `out` has another dtype than a and b.
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which products with x are fastest: its own, or fp32 on a CPU whose products
+    of low-precision numbers are slower than that (they are less exact, too).
+    """
+    if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
+        return x.dtype
+    return torch.float32 if fp32_is_faster(x.dtype) else x.dtype
 
-        On CUDA the product of low-precision numbers is written in fp32. Elsewhere it is rounded to
-        their dtype before it is added.
-        """
-        if out.is_cuda and out.dtype == torch.float32 and a.itemsize < FP32:
-            torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, out=out)
-        elif beta == 0:
-            out.copy_(a @ b)
-        else:
-            out.add_(a @ b)
 
-    def product_dtype(self, x: Tensor) -> torch.dtype:
-        """The dtype in which products with x are fastest: its own, or fp32 on a CPU whose products
-        of low-precision numbers are slower than that (they are less exact, too).
-        """
-        if self.device(x).type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
-            return x.dtype
-        return torch.float32 if fp32_is_faster(x.dtype) else x.dtype
+def mixed_product(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    beta: int,
+) -> None:
+    """out = beta * out + a @ b, where `out` has another dtype than a and b.
 
-    def rms_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-    ) -> Tensor:
-        """PyTorch's RMSNorm, which is one fused kernel on CUDA."""
-        return F.rms_norm(x, weight.shape, weight, eps)
-
-    def takes_elementwise(self, x: Tensor, kernels: str) -> bool:
-        """Whether the Triton kernels of longhaul/elementwise/ compute with x.
-
-        Not inside a compiled caller, because the compiler fuses these operators itself.
-        """
-        if self.device(x).type != "cuda" or kernels not in ("auto", "triton"):
-            return False
-        if torch.compiler.is_compiling() or x.dtype == torch.float64:
-            return False
-        return has_triton() and self.capability(x.device) >= (8, 0)
-
-    def attention(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options) -> Tensor:
-        """Softmax attention by a memory-linear kernel; `options` are those of PyTorch's SDPA.
-
-        On CUDA, PyTorch itself would take a kernel that holds [T, T] for grouped heads in fp32 or
-        under a mask. ValueError if no other kernel takes these heads. Only fp64, which is for
-        comparisons, has no other.
-        """
-        on_cuda = self.device(q_BHTK).type == "cuda"
-        masked = options.get("attn_mask") is not None
-        by_flash = self.takes_flash(q_BHTK) and not masked
-        if on_cuda and not by_flash and q_BHTK.dtype != torch.float64:
-            return efficient_attention(q_BHTK, k_BGSK, v_BGSK, **options)
-
-        # a few queries that read a long cache do not copy it
-        is_whole = q_BHTK.shape[-2] == k_BGSK.shape[-2]
-        products = self.product_dtype(q_BHTK) if is_whole else q_BHTK.dtype
-        qkv = (x.to(products) for x in (q_BHTK, k_BGSK, v_BGSK))
-        return F.scaled_dot_product_attention(*qkv, **options).to(q_BHTK.dtype)
-
-    def takes_flash(self, q: Tensor) -> bool:
-        """Whether FlashAttention-2 computes these heads [..., K]: on CUDA from Ampere on, in 16
-        bits, of at most 192 elements, in a multiple of 8. (On some cards its backward is limited
-        to 192.)
-        """
-        device = self.device(q)
-        if device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
-            return False
-        K = q.shape[-1]
-        return K % 8 == 0 and K <= 192 and self.capability(device) >= (8, 0)
-
-    def prefers_cudnn(self, q: Tensor) -> bool:
-        """Whether PyTorch's first choice for these heads [..., K] is cuDNN, which builds a plan for
-        each new length: those that FlashAttention takes too, on Hopper and Blackwell. Its backward
-        does not repeat its bits.
-        """
-        if torch.are_deterministic_algorithms_enabled():
-            return False
-        if not self.takes_flash(q) or q.shape[-1] > 128:
-            return False
-        major, _ = self.capability(self.device(q))
-        return major in (9, 10)
-
-    def capability(self, device: torch.device) -> tuple[int, int]:
-        """The compute capability of a CUDA device."""
-        card = torch.cuda.get_device_properties(device)  # a constant to torch.compile
-        return card.major, card.minor
-
-    def lengths_vary(self, x: Tensor) -> contextlib.AbstractContextManager:
-        """Entered around attention whose lengths differ from call to call.
-
-        On Hopper PyTorch prefers cuDNN, which builds a plan for each new length: about 0.4 s
-        (github.com/sgl-project/sglang/issues/4650). The other kernels take all lengths.
-        """
-        if self.device(x).type != "cuda":
-            return contextlib.nullcontext()
-        any_length = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-        if x.dtype == torch.float64:
-            any_length.append(SDPBackend.MATH)
-        return sdpa_kernel(any_length)
-
-    def host_memory(self) -> contextlib.AbstractContextManager:
-        """Entered around code whose new tensors are in host memory, not on the device."""
-        return contextlib.nullcontext()
+    On CUDA the product of low-precision numbers is written in fp32. Elsewhere it is rounded to
+    their dtype before it is added.
+    """
+    if out.is_cuda and out.dtype == torch.float32 and a.itemsize < FP32:
+        torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, out=out)
+    elif beta == 0:
+        out.copy_(a @ b)
+    else:
+        out.add_(a @ b)
 
 
 def fp32_is_faster(dtype: torch.dtype) -> bool:
@@ -196,6 +105,85 @@ def _product_seconds(dtype: torch.dtype) -> float:
             torch.mm(a, b)
             taken.append(time.perf_counter() - start)
     return min(taken)
+
+
+# ---- kernels
+
+
+def takes_elementwise(x: Tensor, kernels: str) -> bool:
+    """Whether the Triton kernels of longhaul/elementwise/ compute with x.
+
+    Not inside a compiled caller, because the compiler fuses these operators itself.
+    """
+    if x.device.type != "cuda" or kernels not in ("auto", "triton"):
+        return False
+    if torch.compiler.is_compiling() or x.dtype == torch.float64:
+        return False
+    return has_triton() and capability(x.device) >= (8, 0)
+
+
+def attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options) -> Tensor:
+    """Softmax attention by a memory-linear kernel; `options` are those of PyTorch's SDPA.
+
+    On CUDA, PyTorch itself would take a kernel that holds [T, T] for grouped heads in fp32 or
+    under a mask. ValueError if no other kernel takes these heads. Only fp64, which is for
+    comparisons, has no other.
+    """
+    on_cuda = q_BHTK.device.type == "cuda"
+    masked = options.get("attn_mask") is not None
+    by_flash = takes_flash(q_BHTK) and not masked
+    if on_cuda and not by_flash and q_BHTK.dtype != torch.float64:
+        return efficient_attention(q_BHTK, k_BGSK, v_BGSK, **options)
+
+    # a few queries that read a long cache do not copy it
+    is_whole = q_BHTK.shape[-2] == k_BGSK.shape[-2]
+    products = product_dtype(q_BHTK) if is_whole else q_BHTK.dtype
+    qkv = (x.to(products) for x in (q_BHTK, k_BGSK, v_BGSK))
+    return F.scaled_dot_product_attention(*qkv, **options).to(q_BHTK.dtype)
+
+
+def takes_flash(q: Tensor) -> bool:
+    """Whether FlashAttention-2 computes these heads [..., K]: on CUDA from Ampere on, in 16
+    bits, of at most 192 elements, in a multiple of 8. (On some cards its backward is limited
+    to 192.)
+    """
+    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    K = q.shape[-1]
+    return K % 8 == 0 and K <= 192 and capability(q.device) >= (8, 0)
+
+
+def prefers_cudnn(q: Tensor) -> bool:
+    """Whether PyTorch's first choice for these heads [..., K] is cuDNN, which builds a plan for
+    each new length: those that FlashAttention takes too, on Hopper and Blackwell. Its backward
+    does not repeat its bits.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    if not takes_flash(q) or q.shape[-1] > 128:
+        return False
+    major, _ = capability(q.device)
+    return major in (9, 10)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device."""
+    card = torch.cuda.get_device_properties(device)  # a constant to torch.compile
+    return card.major, card.minor
+
+
+def lengths_vary(x: Tensor) -> contextlib.AbstractContextManager:
+    """Entered around attention whose lengths differ from call to call.
+
+    On Hopper PyTorch prefers cuDNN, which builds a plan for each new length: about 0.4 s
+    (github.com/sgl-project/sglang/issues/4650). The other kernels take all lengths.
+    """
+    if x.device.type != "cuda":
+        return contextlib.nullcontext()
+    any_length = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    if x.dtype == torch.float64:
+        any_length.append(SDPBackend.MATH)
+    return sdpa_kernel(any_length)
 
 
 @functools.cache
@@ -238,24 +226,6 @@ def check_efficient(q: Tensor) -> None:
 def for_each_query_head(x_BGSK: Tensor, heads: int) -> Tensor:
     """Keys or values [B, H, S, K] for a kernel that takes no grouped heads."""
     return x_BGSK.repeat_interleave(heads // x_BGSK.shape[1], dim=1)
-
-
-_platforms = [Platform()]
-
-
-def platform() -> Platform:
-    """The platform that code runs on now."""
-    return _platforms[-1]
-
-
-@contextlib.contextmanager
-def running_on(other: Platform) -> Iterator[None]:
-    """Code inside the `with` block runs on the `other` platform."""
-    _platforms.append(other)
-    try:
-        yield
-    finally:
-        _platforms.pop()
 
 
 def flash_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def switched_on(modes: list[TorchFunctionMode]) -> Iterator[None]:
     run = torch.autograd._engine_run_backward
 
     def run_with_modes(*args, **kwargs):
-        with _missing(modes):
+        with missing(modes):
             return run(*args, **kwargs)
 
     def has_torch_function(given) -> bool:
@@ -101,12 +101,12 @@ def switched_on(modes: list[TorchFunctionMode]) -> Iterator[None]:
         (torch.autograd, "_engine_run_backward"): run_with_modes,
         (torch.overrides, "has_torch_function"): has_torch_function,
     }
-    with patched(patches), _missing(modes):
+    with patched(patches), missing(modes):
         yield
 
 
 @contextlib.contextmanager
-def _missing(modes: list[TorchFunctionMode]) -> Iterator[None]:
+def missing(modes: list[TorchFunctionMode]) -> Iterator[None]:
     """Those of the modes that are off are on."""
     active = _get_current_function_mode_stack()
     with contextlib.ExitStack() as stack:

@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from footprint.attention import Attention
@@ -213,6 +214,7 @@ class StepTracker(Places, Tracker):
         self.gradients: set[int] = set()
         self.called: dict[int, tuple[str, str]] = {}  # id of a storage -> its category and name
         self.on_gradient: Callable[[Tensor], None] = lambda parameter: None
+        self.modes: list[TorchFunctionMode] = []  # for functions, of the prediction that runs
         # Weak references that FakeTensorMode keeps; with them no module can change its dtype.
         self.seen_by_the_mode: MutableMapping = {}
         # the value of a tensor that PyTorch itself reads (Reading.argument)

@@ -209,6 +209,7 @@ def on_fake_tensors(
     modes: list[TorchFunctionMode] = [reading]
     if card:
         modes.append(AsWritten(tracker.memories))
+    tracker.modes = modes
     fake_tensors = FakeTensors()
     tracker.given.mode = fake_tensors
     tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo

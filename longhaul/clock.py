@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from base.machine import platform
+from base import machine
 from longhaul.kernels import sdpa
 from model import (
     Attention,
@@ -76,7 +76,7 @@ def attention_by_clock(q_B1HK: Tensor, cache: LayerCache, clock: Clock) -> Tenso
     FlashAttention is told the lengths by a tensor and reads no further; other kernels read the
     whole cache under a mask.
     """
-    if not platform().takes_flash(q_B1HK):
+    if not machine.takes_flash(q_B1HK):
         visible_1S = clock.shared("visible", clock.visible)
         return sdpa(q_B1HK, cache.k_BSGK, cache.v_BSGK, causal=False, mask_TS=visible_1S)
 

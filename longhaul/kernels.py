@@ -9,7 +9,7 @@ model: `decoder(config)` in place of `Decoder(config)`.
 
 `config.kernels`: "auto" takes the fastest that can run; "torch" PyTorch's operators alone;
 "compiled" and "triton" ask for one kind, and are refused if it cannot run. The functions ask
-`platform()` when they are called, so that one model can be planned for a machine that is not here.
+for the device of their tensors when they are called.
 """
 
 import dataclasses
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import model
-from base.machine import FP32, Device, flash_attention, platform
+from base import machine
+from base.machine import FP32, Device, flash_attention
 from longhaul.elementwise import operators as elementwise
 from longhaul.sparse.layer import BlockConfig
 from longhaul.sparse.nsa.decode import NSAState
@@ -78,9 +79,9 @@ def choose(config: ModelConfig) -> Ops:
 def chosen_in_words(config: ModelConfig, device: Device) -> str:
     """What computes a model's functions on the device, for the log of a run."""
     sample = torch.empty(0, dtype=config.dtype, device=device)
-    takes_kernels = platform().takes_elementwise(sample, config.kernels)
+    takes_kernels = machine.takes_elementwise(sample, config.kernels)
     parts = [f"RMSNorm, RoPE and SwiGLU by {'Triton' if takes_kernels else 'PyTorch'}"]
-    if platform().product_dtype(sample) != config.dtype:
+    if machine.product_dtype(sample) != config.dtype:
         parts.append("products in fp32, in which this CPU is faster")
 
     if isinstance(config.attention, NSAConfig | BlockConfig):
@@ -102,7 +103,7 @@ def sdpa(
     mask_TS: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention in the [B, T, H, K] layout, by a kernel whose memory is linear in T."""
-    o_BHTK = platform().attention(
+    o_BHTK = machine.attention(
         q_BTHK.transpose(1, 2),
         k_BSGK.transpose(1, 2),
         v_BSGK.transpose(1, 2),
@@ -115,7 +116,7 @@ def sdpa(
 
 def attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
     """Full causal attention of the last T of S positions."""
-    if q_BTHK.shape[1] != k_BSGK.shape[1] and platform().takes_flash(q_BTHK):
+    if q_BTHK.shape[1] != k_BSGK.shape[1] and machine.takes_flash(q_BTHK):
         return flash_attention(q_BTHK, k_BSGK, v_BSGK)
     return causal_attention(q_BTHK, k_BSGK, v_BSGK, sdpa=sdpa)
 
@@ -128,7 +129,7 @@ def packed_attention(
 ) -> Tensor:
     """Full causal attention inside each of the documents."""
     inputs = (q_BTHK, k_BTGK, v_BTGK)
-    if documents.bounds is None or not platform().takes_flash(q_BTHK):
+    if documents.bounds is None or not machine.takes_flash(q_BTHK):
         with vary_lengths(q_BTHK):
             return attend_each_document(attention, inputs, documents)
     flat = [x.flatten(0, 1) for x in inputs]
@@ -162,7 +163,7 @@ def packed_flash_attention(
 
 def vary_lengths(q: Tensor):
     """Entered around attention whose lengths differ from call to call."""
-    return platform().lengths_vary(q)
+    return machine.lengths_vary(q)
 
 
 # ---- products
@@ -170,7 +171,7 @@ def vary_lengths(q: Tensor):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, in the dtype in which this machine multiplies fastest."""
-    if platform().product_dtype(x) == x.dtype:
+    if machine.product_dtype(x) == x.dtype:
         return F.linear(x, weight, bias)
     y = _LinearInFP32.apply(x, weight)
     return y if bias is None else y + bias
@@ -203,14 +204,14 @@ class _LinearInFP32(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension."""
-    if platform().device(x).type == "cuda":
-        return platform().rms_norm(x, weight.to(x.dtype), eps)
+    if x.device.type == "cuda":
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
     return model.rms_norm(x, weight, eps)
 
 
 def block_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm of compressed keys."""
-    return platform().rms_norm(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def norm_rotate(
@@ -221,7 +222,7 @@ def norm_rotate(
     rope: Rope,
 ) -> Tensor:
     """The normed heads, rotated by their tokens' angles."""
-    if platform().takes_elementwise(x_BTHK, kernels):
+    if machine.takes_elementwise(x_BTHK, kernels):
         return elementwise.norm_rotate(x_BTHK, weight_K, *rope, eps)
     return model.rotate(rms_norm(x_BTHK, weight_K, eps), *rope)
 
@@ -233,14 +234,14 @@ def rotate(
     sin: Tensor,
 ) -> Tensor:
     """The heads rotated by their tokens' angles."""
-    if platform().takes_elementwise(x_BTHK, kernels):
+    if machine.takes_elementwise(x_BTHK, kernels):
         return elementwise.rotate(x_BTHK, cos, sin)
     return model.rotate(x_BTHK, cos, sin)
 
 
 def swiglu(kernels: str, gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
-    if platform().takes_elementwise(gate, kernels):
+    if machine.takes_elementwise(gate, kernels):
         return elementwise.swiglu(gate, up)
     return model.swiglu(gate, up)
 
@@ -270,7 +271,7 @@ def sparse_core(config: ModelConfig) -> Callable:
         return nsa_attention
 
     def sparse_attention(q: Tensor, *others: Tensor, **options) -> Tensor | dict[str, Tensor]:
-        chosen = fused if platform().device(q).type == "cuda" else nsa_attention
+        chosen = fused if q.device.type == "cuda" else nsa_attention
         return chosen(q, *others, **options)
 
     return sparse_attention

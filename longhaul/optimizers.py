@@ -8,7 +8,6 @@ State bytes per parameter: adamw 8, adamw_bf16 4, adamw_8bit 2.03, Muon 4 for th
 A bf16 parameter without a master copy takes 2 bytes, an fp32 one 4.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from base.machine import platform
+from base import machine
 from longhaul.dist import local_shard, shard_like
 from longhaul.staging import Staging, slabs
 
@@ -272,8 +271,7 @@ class AdamW(torch.optim.Optimizer):
             self.update(p, group, skip)
             self.undecided.append((p, skip))
         elif square.is_meta or square.isfinite():
-            with self._memory():
-                self.update(p, group)
+            self.update(p, group)
         p.grad = None
 
     def uncount_skipped(self) -> None:
@@ -289,15 +287,10 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         """Update every parameter that has a gradient."""
         self.undecided.clear()
-        with self._memory():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        self.update(p, group)
-
-    def _memory(self) -> contextlib.AbstractContextManager:
-        """Entered around updates: where their tensors are."""
-        return platform().host_memory() if self.host else contextlib.nullcontext()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, group)
 
     @torch.no_grad()
     def update(
@@ -442,7 +435,7 @@ def orthogonal(x: Tensor) -> Tensor:
     a, b, c = NEWTON_SCHULZ
     is_tall = x.shape[0] > x.shape[1]  # the smaller of x x^T and x^T x costs less
     y = (x.mT if is_tall else x).bfloat16()
-    y = y.to(platform().product_dtype(y))
+    y = y.to(machine.product_dtype(y))
     y = y / (y.norm() + 1e-7)
     for _ in range(5):
         gram = y @ y.mT

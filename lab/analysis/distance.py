@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from base.machine import platform
+from base.machine import rounds
 from data.order import GOLDEN, MASK, mix
 from lab.analysis.activations import NotMeasurable, hooked
 from model import Decoder, Device, ModelConfig, Rope, StandardAttention, wide
@@ -99,7 +99,7 @@ class LayerDistances:
     def starts(self, first: int, stop: int) -> Iterator[int]:
         """Where the chunks of the queries first..stop-1 begin that are to be measured."""
         self.longest = max(self.longest, stop)
-        for start in platform().tiles(range(first, stop, CHUNK)):
+        for start in rounds(range(first, stop, CHUNK)):
             group, place = divmod(self.chunks, self.every)
             # at random, because rows of equal length come round to the same positions
             if place == mix((group + 1) * GOLDEN & MASK) % self.every:
@@ -170,7 +170,7 @@ def _measure(
         flat = [x.flatten(0, 1).split(documents.lengths) for x in (q_BTHK, k_BTGK)]
         texts = zip(*flat, strict=True)
 
-    for q_THK, k_SGK in platform().tiles(list(texts)):
+    for q_THK, k_SGK in rounds(list(texts)):
         S = len(k_SGK)
         first = S - len(q_THK)
         for start in totals.starts(first, S):
@@ -245,7 +245,7 @@ def _add_by_bucket(
 
 def _tile_size(q_GMCK: Tensor) -> int:
     """Keys of a tile."""
-    on_cpu = platform().device(q_GMCK).type == "cpu"
+    on_cpu = q_GMCK.device.type == "cpu"
     elements = CPU_TILE if on_cpu else GPU_TILE
     return max(1, elements // q_GMCK[..., 0].numel())
 
@@ -267,4 +267,4 @@ def _tiles(start: int, stop: int, size: int) -> Sequence[slice]:
     for first, end in itertools.pairwise(inside):
         tiles += [slice(x, min(x + size, end)) for x in range(first, end, size)]
     tiles.sort(key=lambda tile: tile.start - tile.stop)
-    return platform().tiles(tiles)
+    return rounds(tiles)

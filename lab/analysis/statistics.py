@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from base.machine import platform
+from base.machine import rounds
 from model import Device
 
 FP16_MAX = 65_504.0
@@ -64,7 +64,7 @@ class LayerStatistics:
         """Take in the numbers of x [..., D], of any floating dtype."""
         x_ND = x.detach().reshape(-1, self.width)
         size = max(1, TILE_ELEMENTS // self.width)
-        for start in platform().tiles(range(0, len(x_ND), size)):
+        for start in rounds(range(0, len(x_ND), size)):
             self._add_tile(x_ND[start : start + size])
 
     def _add_tile(self, x_nD: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from base.machine import platform
+from base import machine
 from data.prompts import Prompt
 from lab.posttrain import policy
 from lab.posttrain.prompts import CacheBehindPrompts
@@ -330,7 +330,7 @@ class _Sampler:
         self.hidden_RD = hidden_RD
         logits_RV = hidden_RD.new_empty(len(hidden_RD), len(weight_VD), dtype=wide(hidden_RD.dtype))
         matrix_DV = weight_VD.to(hidden_RD.dtype).t()
-        platform().mixed_product(logits_RV, hidden_RD, matrix_DV, beta=0)
+        machine.mixed_product(logits_RV, hidden_RD, matrix_DV, beta=0)
 
         temperature = self.sampling.temperature
         token_R = draw(logits_RV[:, : self.sampling.vocab_size], uniform_R, temperature)

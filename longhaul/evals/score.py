@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from base.machine import platform
+from base.machine import rounds
 from longhaul import dist
 from longhaul.kinds import attention_kind
 from longhaul.parallel import apply
@@ -133,7 +133,7 @@ class ModelScorer:
         self.model.rotary(T, tokens_T.device)  # at once: doubled on the way, two would exist
 
         figures_ST = torch.empty(0)
-        for start in platform().tiles(range(0, T, self.chunk)):
+        for start in rounds(range(0, T, self.chunk)):
             for layer in cache.layers:
                 layer.length = start  # as it is, unless a planner has left out parts
             part = slice(start, start + self.chunk)

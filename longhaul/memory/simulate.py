@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from base.machine import deterministic
+from base.machine import deterministic, few_rounds
 from footprint.attention import Attention
 from footprint.device import target_card
 from footprint.places import StepTracker
@@ -27,9 +27,8 @@ from footprint.trace import Trace
 from footprint.values import KnownValues, Reading, converted
 from longhaul import dist, step
 from longhaul.config import TrainConfig
-from longhaul.memory.platforms import predicting
 from longhaul.memory.program import Program, program_of
-from longhaul.memory.workspace import Workspaces
+from longhaul.memory.workspace import Workspaces, as_there
 
 MOST_TOKENS = 2**31 - 1  # of a micro-batch: the bounds of documents are 32-bit numbers
 
@@ -101,13 +100,15 @@ def on_target(
     """A tracker: operators inside the `with` block allocate nothing, as if on the target."""
     card = target_card(target)
     attention = Attention(card) if card else None
-    tracker = StepTracker(Workspaces(target), True, KnownValues(), attention=attention)
+    workspaces = Workspaces(target)
+    tracker = StepTracker(workspaces, True, KnownValues(), attention=attention)
+    workspaces.tracker = tracker
     reader = functools.partial(Usual, tracker)
     with (
         fake_process_group(ranks),
         as_rank(ranks, start_fake_group),
-        on_fake_tensors(tracker, card, {}, ranks, reader=reader),
-        predicting(target, tracker, every_tile),
+        on_fake_tensors(tracker, card, {}, ranks, as_there(target), reader),
+        few_rounds(not every_tile),
     ):
         yield tracker
 

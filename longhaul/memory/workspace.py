@@ -2,20 +2,24 @@
 Sizes are bytes.
 
 The Python bodies of our own operators (the loss, the sparse branches, their Triton twin without
-its launches, indexed attention) run on meta tensors under a tracker of their own. The kernels of
+its launches, indexed attention) run on fake tensors under a tracker of their own. The kernels of
 PyTorch are declared in footprint/workspace.py.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._guards import active_fake_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from base import machine
-from footprint.operators import is_fake
+from footprint.operators import FakeTensors, is_fake
+from footprint.patches import Patches, missing
+from footprint.places import StepTracker
 from footprint.tracker import Tracker
 from footprint.workspace import KernelWorkspaces, signature
-from longhaul.memory.platforms import Bodies
 from longhaul.sparse import engine as blocks
 from longhaul.sparse.choose import choose_operator
 from longhaul.sparse.index_loss import index_loss_operator
@@ -24,7 +28,6 @@ from longhaul.vocab import loss as vocab_loss
 from longhaul.vocab import statistics
 
 LOSS = (vocab_loss.vocab_nll, vocab_loss.vocab_nll_backward, vocab_loss.vocab_loss_one_pass)
-# their document boundaries stay on the host with their values, because loops run over them
 SPARSE = (
     engine.nsa_forward,
     engine.nsa_backward,
@@ -42,6 +45,7 @@ class Workspaces(KernelWorkspaces):
 
     def __init__(self, target: str):
         super().__init__(target)
+        self.tracker: StepTracker | None = None  # of the prediction that runs
         self.known: dict[tuple[str, str], int] = {}  # (operator, shapes) -> bytes
 
     def __call__(self, func, args, outputs) -> int:
@@ -56,10 +60,8 @@ class Workspaces(KernelWorkspaces):
 
     def _inside(self, name: str, args) -> int:
         """Bytes at the peak of the operator's body, without its inputs and its results."""
-        inputs_on_meta = _sparse_on_meta if OURS[name] in SPARSE else _on_meta
-        platform = machine.running_on(Bodies(self.target))
-        with unset_fake_temporarily(), torch.no_grad(), platform, _Inside(self) as tracker:
-            inputs = tree_map(inputs_on_meta, args)
+        with self._pretending(), torch.no_grad(), _Inside(self) as tracker:
+            inputs = tree_map(_without_values, args)
             for tensor in tree_leaves(inputs):
                 if isinstance(tensor, Tensor):
                     tracker.register(tensor, "input")
@@ -71,6 +73,19 @@ class Workspaces(KernelWorkspaces):
             storages = [tensor.untyped_storage() for tensor in tree_leaves(outputs)]
             returned = {storage._cdata: storage.nbytes() for storage in storages}
         return peak - before - sum(returned.values())
+
+    @contextlib.contextmanager
+    def _pretending(self) -> Iterator[None]:
+        """A few rounds of each loop, on fake tensors of the target; streams in one thread."""
+        modes = self.tracker.modes if self.tracker else []
+        fake_tensors = active_fake_mode() or FakeTensors()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with fake_tensors, missing(modes), machine.few_rounds():
+                yield
+        finally:
+            torch.set_num_threads(threads)
 
     def _streams_at_once(self, name: str, args) -> int:
         """Streams of sparse attention that run at the same time: on a CPU one per thread."""
@@ -93,14 +108,51 @@ class _Inside(Tracker):
         return sums, bag_of_index.new_empty(0), *others
 
 
-def _on_meta(value):
-    if not isinstance(value, Tensor):
+def _without_values(value):
+    """A fake tensor like this one. The bounds of documents stay, because loops run over them."""
+    if not isinstance(value, Tensor) or (value.dtype == torch.int64 and not is_fake(value)):
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
 
 
-def _sparse_on_meta(value):
-    has_values = isinstance(value, Tensor) and not is_fake(value)
-    if has_values and value.dtype == torch.int64:
-        return value
-    return _on_meta(value)
+# ---- a machine that is not here
+
+
+def as_there(target: str) -> Patches:
+    """What a machine with the target has, and this one may lack: on CUDA Triton, whose kernels and
+    compiled bodies of tiles write into their arguments and allocate nothing. Without values there
+    are as many tiles as there may be.
+    """
+    patches: Patches = {(vocab_loss, "fastest_body"): fused_body}
+    patches[blocks, "tile_count"] = lambda end_J, most: most
+    if target == "cuda":
+        patches[machine, "has_triton"] = lambda: True
+        patches[machine, "prefers_cudnn"] = lambda q: False
+        if machine.has_triton():
+            from longhaul.sparse.triton import tiles
+
+            patches[tiles, "launch"] = _nothing
+    return patches
+
+
+def fused_body(function: Callable, kernels: str) -> Callable:
+    """In place of longhaul.vocab.loss.fastest_body, which compiles."""
+    return function if kernels == "torch" else FUSED[function.__name__]
+
+
+def _nothing(*_, **__) -> None:
+    """A kernel, or a body that is compiled: it writes into its arguments."""
+
+
+def _fused_fold(*args: object) -> Tensor:
+    """The sums of a tile, which replace those before it."""
+    state_SN = args[4]
+    return torch.empty_like(state_SN)
+
+
+FUSED = {
+    "fold_logsumexp": _nothing,
+    "logits_to_gradient": _nothing,
+    "fold_stats": _fused_fold,
+    "stats_gradient": _nothing,
+}

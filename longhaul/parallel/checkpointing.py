@@ -17,7 +17,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from base.machine import platform
 from model import Decoder
 
 # What selective checkpointing keeps: the outputs of attention, the only part of a layer whose time
@@ -203,7 +202,7 @@ class _Handle:
 
     def __init__(self, x: Tensor):
         self.device = x.device
-        self.host_is_device = platform().device(x).type == "cpu"
+        self.host_is_device = x.device.type == "cpu"
         self.host: Tensor | None = None
         self.x: Tensor | None = None
         self.ready: torch.cuda.Event | None = None  # when x is complete
@@ -211,11 +210,10 @@ class _Handle:
 
 def to_host(x: Tensor) -> Tensor:
     """A copy in host memory, pinned if x is on CUDA; on meta it stays there."""
-    with platform().host_memory():
-        host = torch.empty(
-            x.shape,
-            dtype=x.dtype,
-            pin_memory=x.device.type == "cuda",
-            device="meta" if x.is_meta else "cpu",
-        )
-        return host.copy_(x, non_blocking=True)
+    host = torch.empty(
+        x.shape,
+        dtype=x.dtype,
+        pin_memory=x.device.type == "cuda",
+        device="meta" if x.is_meta else "cpu",
+    )
+    return host.copy_(x, non_blocking=True)

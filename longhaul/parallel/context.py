@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from base.machine import platform
+from base import machine
 from longhaul.parallel.parts import (
     attention_kernel,
     attention_part,
@@ -290,7 +290,7 @@ def choose_kernel(q_BtHK: Tensor, parts: list[Piece]) -> str:
     builds a plan for each new shape. So it serves rows of one document only, whose pieces have the
     same shapes in every step.
     """
-    if parts[0].rows == slice(None) and platform().prefers_cudnn(q_BtHK):
+    if parts[0].rows == slice(None) and machine.prefers_cudnn(q_BtHK):
         return "cudnn"
     return attention_kernel(q_BtHK)
 

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from base import machine
 from base.machine import (
     check_efficient,
     cudnn_attention,
     cudnn_attention_backward,
     for_each_query_head,
-    platform,
 )
 from model import wide
 
@@ -25,9 +25,9 @@ def attention_kernel(q_BTHK: Tensor) -> str:
     "efficient" (PyTorch's memory-efficient one). ValueError for heads on CUDA that have none, as
     those in fp64.
     """
-    if platform().device(q_BTHK).type != "cuda":
+    if q_BTHK.device.type != "cuda":
         return "cpu"
-    if platform().takes_flash(q_BTHK):
+    if machine.takes_flash(q_BTHK):
         return "flash"
     if q_BTHK.dtype == torch.float64:
         raise ValueError(

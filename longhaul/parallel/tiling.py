@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from base.machine import platform
+from base.machine import rounds
 from model import Decoder
 
 Weights = dict[str, Tensor]  # by the name of the parameter
@@ -188,7 +188,7 @@ class TiledMLP(_InParts):
         tensors_ND = [x_BTD.flatten(0, 1) for x_BTD in tensors_BTD]
         count = min(self.tiles, len(tensors_ND[0]))
         tiles = zip(*(x_ND.tensor_split(count) for x_ND in tensors_ND), strict=True)
-        return platform().tiles(list(tiles))
+        return rounds(list(tiles))
 
 
 def _add_gradients(gradients: tuple[Tensor, ...], dx: Tensor, sums: list[Tensor]) -> None:
@@ -242,7 +242,7 @@ class GroupedAttention(_InParts):
         y_BTD = torch.zeros_like(x_BTD)
         y_ND = y_BTD.view(-1, y_BTD.shape[-1])
 
-        for group in platform().tiles(range(self.groups)):
+        for group in rounds(range(self.groups)):
             own = self._weights_of(group, weights)
             output = own.pop(OUTPUT)
             heads_BTO = self._heads(x_BTD, own, rope, rows)
@@ -264,7 +264,7 @@ class GroupedAttention(_InParts):
             name: torch.zeros_like(w) if name in (*ROWS, OUTPUT, STACKED) else _wide_zeros(w)
             for name, w in weights.items()
         }
-        for group in platform().tiles(range(self.groups)):
+        for group in rounds(range(self.groups)):
             own = self._weights_of(group, weights)
             grads = self._group_gradients(dy_BTD, x_BTD, own, rope, rows, dx_BTD)
             for name, total in sums.items():

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from base.machine import platform
+from base import machine
+from base.machine import rounds
 from longhaul.sparse.tiles import Buffers, product_fp32
 
 # Numbers of a product that exist at once: 4 MiB in fp32 on a CPU, whose cache holds it.
@@ -57,7 +58,7 @@ class Products:
         for start in range(0, blocks, size):
             stop = min(start + size, blocks)
             tiles.append(range(start, stop))
-        return platform().tiles(tiles)
+        return rounds(tiles)
 
 
 class Chunk(NamedTuple):
@@ -82,7 +83,7 @@ def choose_blocks(
     sizes         the settings of a selector (layer.py)
     summary_BJGW  what it keeps of the keys, if that is at hand
     """
-    dtype = platform().product_dtype(q_BTHK)
+    dtype = machine.product_dtype(q_BTHK)
     return choose_operator(
         q_BTHK,
         k_BSGK,
@@ -119,7 +120,7 @@ def choose_operator(
     # streams that are computed together: on a GPU all of a row, on a CPU one
     together = G if on_cuda(q_BTHK) else 1
     streams = itertools.product(range(len(q_BTHK)), range(0, G, together))
-    for b, g in platform().tiles(list(streams)):
+    for b, g in rounds(list(streams)):
         groups = slice(g, g + together)
         q_TZMK = q_BTHK[b].unflatten(1, (G, -1))[:, groups]
         q_ZTMK, chosen_ZTn = (x.transpose(0, 1) for x in (q_TZMK, chosen_BTGn[b, :, groups]))
@@ -145,7 +146,7 @@ def selector(name: str, settings: str):
 
 def on_cuda(x: Tensor) -> bool:
     """Whether x is computed on a GPU."""
-    return platform().device(x).type == "cuda"
+    return x.device.type == "cuda"
 
 
 def _empty_choice(
@@ -170,7 +171,7 @@ def _chunks(
     Z, T, M, _ = q_ZTMK.shape
     size = products.room // (Z * M * max(1, sizes.columns(S)))
     size = max(1, min(MOST_QUERIES, size))
-    starts = platform().last(list(range(0, T, size)))
+    starts = rounds(list(range(0, T, size)))
     return [slice(start, min(start + size, T)) for start in starts]
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from base.machine import platform
+from base import machine
 from longhaul.sparse.choose import Products
 from longhaul.sparse.triton import runs_triton
 from model import Device, LayerCache
@@ -134,7 +134,7 @@ class BlockCache(LayerCache):
 
 def attend(q_BGMK: Tensor, k_BGLK: Tensor, v_BGLK: Tensor) -> Tensor:
     """o_BGMK over these keys."""
-    with platform().lengths_vary(q_BGMK):
+    with machine.lengths_vary(q_BGMK):
         return F.scaled_dot_product_attention(q_BGMK, k_BGLK, v_BGLK)
 
 

@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from base.machine import platform
+from base import machine
+from base.machine import rounds
 from longhaul.sparse.plain import check_block_inputs, check_engine_dtype, documents
 from longhaul.sparse.streams import Stream, each_stream, starts
 from longhaul.sparse.tiles import (
@@ -154,7 +155,7 @@ class Tiling(NamedTuple):
 
         masked = len(own) * -(-self.l // self.pairs)
         groups = []
-        for x in platform().tiles(range(0, len(block_N), TILES_AT_ONCE)):
+        for x in rounds(range(0, len(block_N), TILES_AT_ONCE)):
             few_N = block_N[x : x + TILES_AT_ONCE]
             slots = slice(x * self.pairs, (x + len(few_N)) * self.pairs)
             hidden_NRl = None
@@ -200,15 +201,19 @@ class Tiling(NamedTuple):
 
 
 def _tile_places(end_J: Tensor, most: int) -> Tensor:
-    """The place of each tile. On CUDA there are as many tiles as there may be, so that the host
-    never waits for the device, and on meta tensors, which have no values.
-    """
-    count = most
-    if not (end_J.is_cuda or end_J.is_meta):
-        rounded = -(-int(end_J[-1]) // TILES_STEP) * TILES_STEP
-        count = min(most, max(rounded, TILES_AT_ONCE))
-    tile_N = torch.arange(count, device=end_J.device)
+    """The place of each tile."""
+    tile_N = torch.arange(tile_count(end_J, most), device=end_J.device)
     return torch.searchsorted(end_J, tile_N, right=True).clamp_max_(len(end_J) - 1)
+
+
+def tile_count(end_J: Tensor, most: int) -> int:
+    """How many tiles there are: on CUDA as many as there may be, so that the host never waits for
+    the device.
+    """
+    if end_J.is_cuda:
+        return most
+    rounded = -(-int(end_J[-1]) // TILES_STEP) * TILES_STEP
+    return min(most, max(rounded, TILES_AT_ONCE))
 
 
 def with_no_query(x_CM_: Tensor, value: float = 0.0) -> Tensor:
@@ -515,7 +520,7 @@ def block_sparse_attention(
     """
     check_block_inputs(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, block, cu_seqlens)
     check_engine_dtype(q_BTHK)
-    products = platform().product_dtype(q_BTHK)
+    products = machine.product_dtype(q_BTHK)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.long()
     fused = runs_triton(q_BTHK, q_BTHK.shape[2] // k_BSGK.shape[2], block, kernels)
     inputs = q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, cu_seqlens, block, products

@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from base.machine import platform
+from base import machine
+from base.machine import rounds
 from longhaul.sparse.engine import Tiles, Tiling, in_blocks, with_no_query
 from longhaul.sparse.tiles import Buffers, gather_sum, product_fp32
 
@@ -108,7 +109,7 @@ def _dense_chunks(stream: IndexStream, buffers: Buffers) -> Iterator[Compared]:
     T, M, _ = stream.q_TMK.shape
     J, l, _ = stream.k_JlE.shape
     size = max(16, min(MOST_QUERIES, CHUNK_LOGITS // (M * J * l)))
-    for start in platform().last(list(range(0, T, size))):
+    for start in rounds(list(range(0, T, size))):
         queries = slice(start, min(start + size, T))
         position_C = stream.first + torch.arange(
             queries.start, queries.stop, device=stream.q_TE.device
@@ -247,7 +248,7 @@ def index_loss_operator(
     for b, k_SE in enumerate(k_BSE):
         dk_SE = torch.zeros_like(k_SE, dtype=torch.float32)
         k_JlE = in_blocks(k_SE, block, products)
-        for g in platform().tiles(range(G)):
+        for g in rounds(range(G)):
             k_JlK = in_blocks(k_BSGK[b, :, g], block, products)
             of_group = q_BTGE[b, :, g], k_JlE, q_BTGMK[b, :, g], k_JlK
             stream = IndexStream(*of_group, first)
@@ -316,7 +317,7 @@ def index_loss(
     q_BTHK, k_BSGK    those of attention
     chosen_BTGn, lse  what a query reads, and what attention over it returned; None: all blocks
     """
-    products = platform().product_dtype(q_BTHK)
+    products = machine.product_dtype(q_BTHK)
     inputs = q_BTGE, k_BSE, q_BTHK.detach(), k_BSGK.detach(), chosen_BTGn
     lse_BTH = None if lse_BTH is None else lse_BTH.detach()
     return index_loss_operator(*inputs, lse_BTH, block, products)[0]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from base.machine import platform
+from base.machine import rounds
 
 _ONE_CALL = threading.Lock()
 
@@ -55,12 +55,11 @@ def _cut_streams(
 def starts(first: int, stop: int, size: int) -> list[int]:
     """Where parts of `size` of the queries first..stop-1 begin.
 
-    A planner visits a few of the whole parts, of which the last one has the most keys, and what is
-    left behind it, which may have fewer logits.
+    The last of the whole parts has the most keys; what is left behind it may have fewer logits.
     """
     found = range(first, stop, size)
     whole = max(0, stop - first) // size
-    return [*platform().tiles(found[:whole]), *found[whole:]]
+    return [*rounds(found[:whole]), *found[whole:]]
 
 
 def each_stream(
@@ -77,7 +76,7 @@ def each_stream(
     """
     device = q_BTHK.device
     streams = _cut_streams(q_BTHK, k_BSGK, documents)
-    streams = platform().parts(streams, size=lambda stream: stream.length)
+    streams = rounds(streams)
     inference = torch.is_inference_mode_enabled()
 
     def without_gradients(stream: Stream) -> None:
@@ -102,8 +101,5 @@ def each_stream(
 
 @contextlib.contextmanager
 def _without_autocast(device: torch.device) -> Iterator[None]:
-    if torch.amp.is_autocast_available(device.type):
-        with torch.autocast(device.type, enabled=False):
-            yield
-    else:  # meta, on which the memory planner runs
+    with torch.autocast(device.type, enabled=False):
         yield

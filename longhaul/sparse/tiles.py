@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from base.machine import platform
-
 LOG2E = 1.4426950408889634
 
 
@@ -63,7 +61,7 @@ def product_fp32(a: Tensor, b: Tensor, buffers: Buffers, name: str) -> Tensor:
     result costs more than the product, and an fp32 product takes 0.85 times as long.
     """
     product = torch.mm if a.ndim == 2 else torch.bmm
-    if platform().device(a).type == "cuda" and a.dtype != torch.float32:
+    if a.device.type == "cuda" and a.dtype != torch.float32:
         return product(a, b.mT, out_dtype=torch.float32)
 
     shape = (*a.shape[:-1], b.shape[-2])
@@ -187,7 +185,7 @@ def add_tiles(
 
     index_add_ is serial on a CPU; on CUDA, index_put_ sorts first.
     """
-    if platform().device(total_JSK).type == "cuda":
+    if total_JSK.device.type == "cuda":
         total_JSK.index_put_((block_N,), part_NSK.float(), accumulate=True)
     else:
         total_JSK.index_add_(0, block_N, part_NSK.float())

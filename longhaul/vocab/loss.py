@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from base.machine import FP32, platform
+from base import machine
+from base.machine import FP32, rounds
 
 KERNELS = ("auto", "torch", "compiled", "triton")
 
@@ -74,10 +75,10 @@ def linear_cross_entropy(
     # one pass keeps the gradient anyway; two would keep the copy of hidden until the backward.
     # Blocks of fp32 logits hold fewer tokens, whose gradients a low-precision weight cannot add up.
     if one_pass and weight_VD.element_size() >= FP32:
-        hidden_ND = hidden_ND.to(platform().product_dtype(hidden_ND))
+        hidden_ND = hidden_ND.to(machine.product_dtype(hidden_ND))
 
     kernels = choose_kernels(kernels, hidden_ND)
-    device = platform().device(hidden_ND)
+    device = hidden_ND.device
     shape = len(hidden_ND), len(weight_VD)
     tokens, columns = default_tiles(*shape, device, kernels)
     wide_columns = forward_columns(*shape, device, kernels)
@@ -267,7 +268,7 @@ def forward_columns(N: int, V: int, device: torch.device, kernels: str) -> int:
 
 def spans(size: int, tile: int) -> list[slice]:
     """The tiles of `size` tokens or columns; the last one may be shorter."""
-    starts = platform().tiles(range(0, size, tile))
+    starts = rounds(range(0, size, tile))
     return [slice(start, min(start + tile, size)) for start in starts]
 
 
@@ -281,7 +282,6 @@ def choose_kernels(kernels: str, tile_like: Tensor) -> str:
     if kernels not in KERNELS:
         raise ValueError(f"kernels={kernels!r} is unknown: choose auto, torch, compiled or triton")
 
-    device = platform().device(tile_like)
     if kernels == "triton":
         try:
             import longhaul.vocab.triton_bodies as linear_ce
@@ -290,17 +290,12 @@ def choose_kernels(kernels: str, tile_like: Tensor) -> str:
                 f"kernels='triton': {error}: pip install triton, or choose kernels='auto' or "
                 "'torch'"
             ) from None
-        if device == tile_like.device:  # else a simulation, for a GPU elsewhere
-            linear_ce.require(tile_like)
+        linear_ce.require(tile_like)
 
     if kernels == "auto":
-        return "compiled" if device.type == "cuda" or torch.compiler.is_compiling() else "torch"
+        is_compiled = tile_like.device.type == "cuda" or torch.compiler.is_compiling()
+        return "compiled" if is_compiled else "torch"
     return kernels
-
-
-def tile_body(function: Callable, kernels: str) -> Callable:
-    """An elementwise tile function, or what replaces it on this platform."""
-    return platform().tile_body(function, kernels, fastest_body)
 
 
 @functools.cache
@@ -368,7 +363,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
-        platform().mixed_product(total, a, b, beta=1)
+        machine.mixed_product(total, a, b, beta=1)
 
 
 def set_product(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -376,7 +371,7 @@ def set_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out)
     else:
-        platform().mixed_product(out, a, b, beta=0)
+        machine.mixed_product(out, a, b, beta=0)
 
 
 def pack_valid(labels_N: Tensor, ignore_index: int) -> tuple[slice | Tensor, Tensor]:
@@ -491,7 +486,7 @@ def vocab_nll(
 
     rows, target_n = pack_valid(labels_N, ignore_index)
     tiles = [tiles[0], tiles[-1]]
-    h_nD = hidden_ND[rows].to(platform().product_dtype(hidden_ND))
+    h_nD = hidden_ND[rows].to(machine.product_dtype(hidden_ND))
     problem = _Problem(h_nD, weight_VD, target_n, softcap, tiles, kernels)
     tokens = min(tiles[0], len(target_n))
     buffer = h_nD.new_empty(tokens * min(tiles[1], V))
@@ -516,7 +511,7 @@ def _fold_vocabulary(problem: _Problem, tile_of: Callable) -> _Sums:
     sum_n = torch.zeros_like(z_target_n)
     total_n = torch.zeros_like(z_target_n)
 
-    fold = tile_body(fold_logsumexp, kernels)
+    fold = fastest_body(fold_logsumexp, kernels)
     for v in problem.vocabulary_tiles():
         w_VD = weight_VD[v].to(h_nD.dtype)
         target_in_v = target_n - v.start
@@ -569,7 +564,7 @@ def vocab_nll_backward(
     at the label, with p = exp(z - max) exp(-log_sum).
     """
     rows, target_n = pack_valid(labels_N, ignore_index)
-    h_nD = hidden_ND[rows].to(platform().product_dtype(hidden_ND))
+    h_nD = hidden_ND[rows].to(machine.product_dtype(hidden_ND))
     problem = _Problem(h_nD, weight_VD, target_n, softcap, tiles, kernels)
     max_n = max_N[rows]
     slopes = _slopes(problem, [grad_N[rows] for grad_N in grads], max_n, log_sum_N[rows])
@@ -641,7 +636,7 @@ def _gradient_products(
     and, with `put_product`, to dw_VD, unless they are None. `recompute`: the logits are not there.
     """
     h_nD, weight_VD, target_n, softcap, _, kernels = problem
-    fill = tile_body(logits_to_gradient, kernels)
+    fill = fastest_body(logits_to_gradient, kernels)
     label_n = slopes.target.to(h_nD.dtype)
     for v in problem.vocabulary_tiles():
         w_VD = weight_VD[v].to(h_nD.dtype)

@@ -32,11 +32,11 @@ from longhaul.vocab.loss import (
     choose_kernels,
     default_tiles,
     exp_,
+    fastest_body,
     put_target,
     set_product,
     spans,
     target_logits,
-    tile_body,
     tile_logits,
     wide,
 )
@@ -238,7 +238,7 @@ def stats_op(
     top_N = hidden_ND.new_full((N,), -torch.inf)
     argmax_N = torch.zeros(N, dtype=torch.long, device=hidden_ND.device)
 
-    fold = tile_body(fold_stats, kernels)
+    fold = fastest_body(fold_stats, kernels)
     for v, t, z_NV, r_NV, _ in logit_tiles(hidden_ND, weight_VD, reference, tiles):
         value_N, index_N = z_NV.max(1)
         target_in_tile_N = target_N[t] - v.start
@@ -354,7 +354,7 @@ def stats_backward_op(
         dh_ND = _target_share(hidden_ND, weight_VD, target_N, d_target_N)
     dw_VD = torch.empty_like(weight_VD) if need_weight else weight_VD.new_empty(0)
 
-    fill = tile_body(stats_gradient, kernels)
+    fill = fastest_body(stats_gradient, kernels)
     for v, t, z_NV, r_NV, all_NV in logit_tiles(hidden_ND, weight_VD, reference, tiles):
         target_in_tile_N = target_N[t] - v.start
         fill(

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from base.machine import platform
+from base import machine
 from longhaul.sparse.choose import NO_BLOCK
 from longhaul.sparse.engine import StreamAttention, in_blocks
 from longhaul.sparse.nsa.branches import (
@@ -344,7 +344,7 @@ def nsa_attention(
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.long()
 
-    products = q.dtype if fused else platform().product_dtype(q)
+    products = q.dtype if fused else machine.product_dtype(q)
     qkv = [x.to(products) for x in qkv]
 
     sizes = [getattr(cfg, name) for name in Sizes._fields]

@@ -14,7 +14,7 @@ Nothing here imports Triton before a kernel is asked for.
 
 from torch import Tensor
 
-from base.machine import has_triton, platform
+from base.machine import has_triton
 
 
 def runs_triton(
@@ -27,7 +27,7 @@ def runs_triton(
     the operators of PyTorch. `kernels`: as of ModelConfig; "auto" takes Triton for tensors on CUDA,
     if it serves them, "triton" asks for it, and all others do without.
     """
-    device = platform().device(x)
+    device = x.device
     if kernels not in ("auto", "triton"):
         return False
     if kernels == "auto" and (device.type != "cuda" or not has_triton()):

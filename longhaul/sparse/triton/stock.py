@@ -30,7 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from base.machine import cudnn_attention, cudnn_attention_backward, platform
+from base import machine
+from base.machine import cudnn_attention, cudnn_attention_backward
 from longhaul.sparse.tiles import BackwardInputs, Buffers, tile_backward, tile_forward
 
 PIECE_LOGITS = 2**24  # logits that exist at once where neither kernel runs: 64 MiB in fp32
@@ -47,7 +48,7 @@ class Lines(NamedTuple):
     def take_cudnn(self, q: Tensor) -> bool:
         if not self.whole_rows or self.window is not None:
             return False
-        return platform().prefers_cudnn(q)
+        return machine.prefers_cudnn(q)
 
     def by_row(self, x_CE: Tensor) -> Tensor:
         """[rows of the batch, lines of a row, heads, ...], a view."""
@@ -81,7 +82,7 @@ def attend(
     if lines.take_cudnn(q_CEK):
         o_BCEK, lse_BEC = cudnn_attention(*map(lines.by_row, qkv), causal=True)
         return o_BCEK.flatten(0, 1).contiguous(), lse_BEC.transpose(0, 1).flatten(1)
-    if platform().takes_flash(q_CEK):
+    if machine.takes_flash(q_CEK):
         forward = torch.ops.aten._flash_attention_forward
         o_CEK, lse_EC, *_ = forward(*qkv, return_debug_mask=False, **lines.as_flash_says())
         return o_CEK, lse_EC
@@ -106,7 +107,7 @@ def attend_backward(
         grads = cudnn_attention_backward(*map(lines.by_row, given), lse_BEC, causal=True)
         dq, dk, dv = (x.flatten(0, 1).contiguous() for x in grads)
         return dq, dk, dv
-    if platform().takes_flash(q_CEK):
+    if machine.takes_flash(q_CEK):
         unread = q_CEK.new_empty(2, dtype=torch.uint64)  # the state of dropout
         backward = torch.ops.aten._flash_attention_backward
         options = lines.as_flash_says()

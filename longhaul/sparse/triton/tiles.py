@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from base.machine import platform
+from base import machine
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 H100_SHARED_MEMORY = 227 * 1024
@@ -151,7 +151,7 @@ def supported(
     if dtype not in DTYPES:
         return False
     if device.type == "cuda":
-        return platform().capability(device) >= (8, 0)
+        return machine.capability(device) >= (8, 0)
     return INTERPRETED and dtype != torch.bfloat16  # whose products it gets wrong
 
 
@@ -227,8 +227,6 @@ def require(
     block: int,
 ) -> None:
     """ValueError if the kernels do not run on these tensors; see `refusal`."""
-    if q_BTHK.is_meta:  # the planner, whose tensors have no values, launches nothing
-        return
     M = q_BTHK.shape[2] // k_BSGK.shape[2]
     words = refusal(M, q_BTHK.shape[3], q_BTHK.dtype, block, q_BTHK.device)
     if words:
@@ -276,7 +274,5 @@ def launch(
     num_warps: int = 4,
     **arguments,
 ) -> None:
-    """Runs a Triton kernel over the grid; nothing for tensors without values, the planner's."""
-    tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
-    if not any(x.is_meta for x in tensors):
-        kernel[grid](**arguments, num_warps=num_warps, num_stages=1)
+    """Runs a Triton kernel over the grid."""
+    kernel[grid](**arguments, num_warps=num_warps, num_stages=1)

@@ -6,9 +6,10 @@ import itertools
 import pytest
 import torch
 
-from base.machine import Platform, has_triton, running_on
+from base import machine
+from base.machine import has_triton
 from footprint.measure import peak_bytes
-from longhaul.memory.platforms import Bodies
+from longhaul.memory.simulate import on_target
 from longhaul.memory.workspace import Workspaces
 from longhaul.sparse import block_sparse_attention, engine
 from longhaul.sparse.plain import plain_block_sparse_attention
@@ -162,29 +163,25 @@ def test_each_result_alone_has_its_own_gradients(name):
             assert (y.norm() == 0 and (x is None or x.norm() == 0)) or error(x, y) <= 1e-5
 
 
-class Fp32Products(Platform):
-    """A CPU whose fp32 products are the faster ones."""
-
-    def product_dtype(self, x):
-        return torch.float32
-
-
 @pytest.mark.usefixtures("products_in_their_dtype")
 @pytest.mark.parametrize(
-    "dtype, K, machine, T",
+    "dtype, K, in_fp32, T",
     [
-        (torch.bfloat16, 64, Platform, 203),
-        (torch.float16, 32, Fp32Products, 203),
-        (torch.bfloat16, 64, Fp32Products, 2),
-        (torch.float16, 32, Platform, 2),
+        (torch.bfloat16, 64, False, 203),
+        (torch.float16, 32, True, 203),
+        (torch.bfloat16, 64, True, 2),
+        (torch.float16, 32, False, 2),
     ],
 )
-def test_low_precision_is_about_as_exact_as_the_plain_version(dtype, K, machine, T, small_chunks):
+def test_low_precision_is_about_as_exact_as_the_plain_version(
+    dtype, K, in_fp32, T, small_chunks, monkeypatch
+):
     qkv, chosen, upstream = operands(T=T, S=203, M=4, K=K, dtype=dtype)
     wanted = truth(qkv, chosen, upstream)
     plain = results(plain_block_sparse_attention, qkv, chosen, upstream)
-    with running_on(machine()):
-        found = results(block_sparse_attention, qkv, chosen, upstream)
+    if in_fp32:  # as on a CPU whose fp32 products are the faster ones
+        monkeypatch.setattr(machine, "product_dtype", lambda x: torch.float32)
+    found = results(block_sparse_attention, qkv, chosen, upstream)
     for x, other, y in zip(found, plain, wanted, strict=True):
         assert error(x, y) <= max(1.5 * error(other, y), 1e-6)
         assert x.dtype == other.dtype
@@ -303,17 +300,18 @@ INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_the_bodies_take_more_elements_than_32_bits_count(target):
     T = 2**21
-    make = functools.partial(torch.empty, device="meta", dtype=torch.bfloat16)
-    q, k, v = (make(1, T, heads, 128) for heads in (32, 8, 8))
-    chosen = make(1, T, 8, 16, dtype=torch.int32)
-    assert q.numel() > 2**32
+    make = functools.partial(torch.empty, device=target, dtype=torch.bfloat16)
     numbers = None, 64, torch.bfloat16
-    with running_on(Bodies(target)), IntegersMade(chosen) as integers:
-        o, lse = engine.block_sparse_forward._init_fn(q, k, v, chosen, *numbers)
-        saved = (q, k, v, chosen, o, lse)
-        grads = engine.block_sparse_backward._init_fn(q, *saved, lse, *numbers)
-        last = (q[:, -1:], k, v, chosen[:, -1:], *numbers)
-        engine.block_sparse_forward._init_fn(*last)
+    with on_target(target=target) as tracker, tracker.workspace.inside_one():
+        q, k, v = (make(1, T, heads, 128) for heads in (32, 8, 8))
+        chosen = make(1, T, 8, 16, dtype=torch.int32)
+        assert q.numel() > 2**32
+        with IntegersMade(chosen) as integers:
+            o, lse = engine.block_sparse_forward._init_fn(q, k, v, chosen, *numbers)
+            saved = (q, k, v, chosen, o, lse)
+            grads = engine.block_sparse_backward._init_fn(q, *saved, lse, *numbers)
+            last = (q[:, -1:], k, v, chosen[:, -1:], *numbers)
+            engine.block_sparse_forward._init_fn(*last)
     assert integers.dtypes == {torch.int64}
     assert [x.shape for x in (o, *grads)] == [q.shape, q.shape, k.shape, v.shape]
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import model
-from base.machine import Platform, running_on
+from base import machine
 from longhaul import kernels
+from longhaul.memory.simulate import on_target
 from model import ModelConfig, NSAConfig, Standard
 from tests import oracle
 
@@ -47,23 +48,6 @@ def poisoned_allocations(monkeypatch):
         return empty(*args, **kwargs).fill_(torch.nan)
 
     monkeypatch.setattr(torch, "empty", poisoned)
-
-
-class Fused(Platform):
-    """A machine whose kernels are the fused ones, whatever the device."""
-
-    def takes_elementwise(self, x, kernels):
-        return kernels == "auto"
-
-
-class OnCuda(Platform):
-    """A machine that computes every tensor on a GPU."""
-
-    def device(self, x):
-        return torch.device("cuda")
-
-    def capability(self, device):
-        return 8, 0
 
 
 def draw(*shape: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
@@ -178,7 +162,7 @@ def test_swiglu_of_large_gates_is_finite():
 @pytest.mark.parametrize(
     "attention", [Standard(), NSAConfig(8, 4, 8, 3, 1, 1, 6)], ids=["standard", "nsa"]
 )
-def test_a_layer_with_fused_operators_has_the_results_of_the_plain_one(attention):
+def test_a_layer_with_fused_operators_has_the_results_of_the_plain_one(attention, monkeypatch):
     config = ModelConfig.preset("tiny", num_layers=1, vocab_size=64, attention=attention)
     decoder = kernels.decoder(config).to(DEVICE)
     tokens = torch.arange(2 * 21, device=DEVICE).view(2, 21) % 64
@@ -191,15 +175,16 @@ def test_a_layer_with_fused_operators_has_the_results_of_the_plain_one(attention
         return [loss.detach(), *(p.grad for p in decoder.parameters())]
 
     plain = run()
-    with running_on(Fused()):
-        fused = run()
+    monkeypatch.setattr(machine, "takes_elementwise", lambda x, kernels: kernels == "auto")
+    fused = run()
     for ours, theirs in zip(fused, plain, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "compiled"])
 def test_other_kernels_are_not_replaced(kernels):
-    x = torch.zeros(1, 1, 1, 2)
-    assert not Platform().takes_elementwise(x, "auto")  # a CPU
-    assert OnCuda().takes_elementwise(x, "auto")
-    assert not OnCuda().takes_elementwise(x, kernels)
+    assert not machine.takes_elementwise(torch.zeros(2), "auto")  # a CPU
+    with on_target():
+        x = torch.zeros(2, device="cuda")
+        assert machine.takes_elementwise(x, "auto")
+        assert not machine.takes_elementwise(x, kernels)

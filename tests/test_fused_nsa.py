@@ -2,6 +2,7 @@
 on a GPU. test_nsa.py compares them with float64, and says where they run.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -14,14 +15,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from base.machine import Platform, running_on
+from base import machine
+from footprint.patches import patched
+from longhaul.memory.simulate import on_target
 from longhaul.sparse.decode import BlockCache
 from longhaul.sparse.nsa import engine
 from longhaul.sparse.selectors import Exact
 from model import NSAConfig
 from tests import oracle
+from tests.cuda_build.fakes import HOPPER, on_card
 from tests.test_nsa import (
     DEVICE,
     NAMES,
@@ -174,16 +179,6 @@ def storages(tree):
     return [x.untyped_storage() for x in leaves if isinstance(x, torch.Tensor)]
 
 
-class Hopper(Platform):
-    """A card that the tensors of this test are not on."""
-
-    def device(self, x):
-        return torch.device("cuda")
-
-    def capability(self, device):
-        return 9, 0
-
-
 class LiveBytes(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts the bytes of the living storages that were made inside, and the most at once."""
 
@@ -217,7 +212,7 @@ def bytes_of(*tensors):
 
 class Launches(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts the kernels that a GPU would run: those of Triton, and PyTorch's operators on the
-    device, which is "meta" here, but for those that only allocate or make a view.
+    device, but for those that only allocate or make a view.
     """
 
     ALLOCATES = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
@@ -236,7 +231,7 @@ class Launches(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         made = torch.utils._pytree.tree_leaves(out)
-        runs = any(isinstance(x, torch.Tensor) and x.is_meta for x in made)
+        runs = any(isinstance(x, torch.Tensor) and x.is_cuda for x in made)
         name = func._schema.name
         if runs and not func.is_view and name not in self.ALLOCATES:
             self.names.append(name)
@@ -248,37 +243,49 @@ class Launches(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def layer_of(T):
-    """The inputs of the operator on meta, with 32 query heads on 8 KV heads of 128."""
+    """The inputs of the operator, with 32 query heads on 8 KV heads of 128."""
     N = NSAConfig().compressed_blocks(T)
     shapes = [(1, T, 32, 128)] + [(1, n, 8, 128) for n in (T, T, N, N, T, T)] + [(1, T, 32, 3)]
-    return [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+    return [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
 
 
 def test_a_layer_of_131072_tokens_needs_less_than_4_gb_beyond_its_inputs_output_and_gradients(
     monkeypatch,
 ):
     monkeypatch.undo()
-    inputs, sizes = layer_of(131_072), sizes_of(NSAConfig())
-    with running_on(Hopper()), LiveBytes() as forward:
-        o, *saved = engine.nsa_forward._init_fn(*inputs, None, sizes, True)
-    with running_on(Hopper()), LiveBytes() as backward:
-        engine.nsa_backward._init_fn(o, *inputs, *saved, None, sizes, True)
+    sizes = sizes_of(NSAConfig())
+    with on_target() as tracker, tracker.workspace.inside_one():
+        inputs = layer_of(131_072)
+        with LiveBytes() as forward:
+            o, *saved = engine.nsa_forward._init_fn(*inputs, None, sizes, True)
+        with LiveBytes() as backward:
+            engine.nsa_backward._init_fn(o, *inputs, *saved, None, sizes, True)
     assert bytes_of(*saved) < 2.22e9
     assert forward.most - bytes_of(o) < 2.8e9
     assert bytes_of(*saved) + backward.most - bytes_of(*inputs) < 3.5e9
 
 
+def uploaded(on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device; fake tensors know no pinned memory."""
+    return torch.empty(on_host.shape, dtype=on_host.dtype, device=device)
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is not built with CUDA")
 @pytest.mark.parametrize("T, launches", [(8192, (66, 94)), (131_072, (188, 621))])
 def test_launches_grow_with_the_work(T, launches, monkeypatch):
     """A launch takes the host about 5 microseconds; 2,160 and 2,480 launches were as slow as the
     work of 8,192 tokens.
     """
     monkeypatch.undo()
-    inputs, sizes = layer_of(T), sizes_of(NSAConfig())
-    with running_on(Hopper()), Launches(monkeypatch) as forward:
-        o, *saved = engine.nsa_forward._init_fn(*inputs, None, sizes, True)
-    with running_on(Hopper()), Launches(monkeypatch) as backward:
-        engine.nsa_backward._init_fn(o, *inputs, *saved, None, sizes, True)
+    sizes = sizes_of(NSAConfig())
+    nowhere = contextlib.nullcontext()
+    no_driver = {(tiles, "upload"): uploaded, (torch.cuda, "device_of"): lambda _: nowhere}
+    with FakeTensorMode(), on_card(HOPPER), patched(no_driver):
+        inputs = layer_of(T)
+        with Launches(monkeypatch) as forward:
+            o, *saved = engine.nsa_forward._init_fn(*inputs, None, sizes, True)
+        with Launches(monkeypatch) as backward:
+            engine.nsa_backward._init_fn(o, *inputs, *saved, None, sizes, True)
     assert forward.count <= launches[0]
     assert backward.count <= launches[1]
 
@@ -294,7 +301,7 @@ def test_kernels_that_cannot_run_raise_and_name_the_remedy(monkeypatch):
         with pytest.raises(ValueError, match="bfloat16 on cpu.*in float32 or float16.*torch"):
             nsa_attention(*(x.bfloat16() for x in tensors), TINY)
     monkeypatch.setattr(tiles, "INTERPRETED", False)
-    monkeypatch.setattr(Platform, "capability", lambda *_: (7, 5))
+    monkeypatch.setattr(machine, "capability", lambda device: (7, 5))
     with pytest.raises(
         ValueError, match=f"float32 on {DEVICE}.*capability >= 8.0.*--kernels torch"
     ):

@@ -9,8 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from base import machine
-from longhaul.sparse import choose, index_loss
+from longhaul.sparse import choose, engine, index_loss
 from longhaul.sparse.choose import choose_blocks
 from longhaul.sparse.index_loss import index_loss_operator
 from longhaul.sparse.indexer import Indexed, own_losses, recall
@@ -56,24 +55,17 @@ class Largest(TorchDispatchMode):
         return found
 
 
-class LastChunk(machine.Platform):
-    """Runs the last chunk of queries, which sees most keys, and one of tiles that are alike."""
-
-    def tiles(self, tiles):
-        return list(tiles)[:1]
-
-    def last(self, parts):
-        return parts[-1:]
-
-
 @pytest.mark.parametrize("warming", [False, True], ids=["sparse", "warm-up"])
-def test_nothing_of_size_tokens_by_blocks_exists_at_131072_tokens(warming):
+def test_nothing_of_size_tokens_by_blocks_exists_at_131072_tokens(warming, monkeypatch):
+    # the last chunk of queries sees most keys
+    monkeypatch.setattr(index_loss, "rounds", lambda parts: list(parts)[-1:])
+    monkeypatch.setattr(engine, "tile_count", lambda end_J, most: most)
     T = 131_072
     shapes = [(1, T, 2, 16), (1, T, 16), (1, T, 4, 16), (1, T, 2, 16)]
     inputs = [torch.empty(shape, device="meta") for shape in shapes]
     chosen = torch.empty((1, T, 2, 16), dtype=torch.int32, device="meta")
     read = (None, None) if warming else (chosen, torch.empty((1, T, 4), device="meta"))
-    with Largest() as largest, machine.running_on(LastChunk()):
+    with Largest() as largest:
         index_loss_operator._init_fn(*inputs, *read, 64, torch.float32)
     assert 1e6 < largest.elements < T * (T // 64) / 16
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import model
-from base import machine
 from longhaul import kernels
 from longhaul.kinds import attention_kind
+from longhaul.memory.simulate import on_target
 from longhaul.sparse import nsa
 from model import Decoder, ModelConfig, NSAConfig, Standard
 from tests.test_selectors import NSA, SEPARATE, build, tokens
@@ -104,13 +104,6 @@ def test_the_trainer_takes_the_engine_and_a_decoder_alone_the_plain_version():
         assert type(decoder.new_cache(1, 8).layers[0]) is cache
 
 
-class OnCuda(machine.Platform):
-    """A platform that computes every tensor on CUDA."""
-
-    def device(self, x):
-        return torch.device("cuda")
-
-
 def test_auto_takes_the_triton_twin_on_cuda_and_the_engine_on_a_cpu(monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(
@@ -118,8 +111,8 @@ def test_auto_takes_the_triton_twin_on_cuda_and_the_engine_on_a_cpu(monkeypatch)
     )
     core = kernels.sparse_core(build(NSA).config)
     assert core(torch.empty(0)) == "engine"
-    with machine.running_on(OnCuda()):
-        assert core(torch.empty(0)) == "triton"
+    with on_target():
+        assert core(torch.empty(0, device="cuda")) == "triton"
 
 
 def test_auto_without_triton_takes_the_engine_and_warns_on_cuda(monkeypatch):

@@ -1,11 +1,13 @@
 """What the planner knows of memory inside the kernels of a GPU."""
 
+import functools
+
 import pytest
 import torch
 
-from base.machine import deterministic, running_on
+from base.machine import deterministic
 from footprint import workspace
-from longhaul.memory.platforms import Bodies
+from longhaul.memory.simulate import on_target
 from longhaul.memory.workspace import Workspaces
 from longhaul.sparse.nsa import engine
 from longhaul.sparse.nsa.branches import Sizes
@@ -50,17 +52,18 @@ def test_the_sparse_twin_takes_what_its_file_says_at_131072_tokens():
     pytest.importorskip("triton", reason="triton is not installed")
     cfg, T = NSAConfig(), 131_072
     N = cfg.compressed_blocks(T)
-    keys = [meta(1, n, 8, 128) for n in (T, T, N, N, T, T)]
-    inputs = [meta(1, T, 32, 128), *keys, meta(1, T, 32, 3)]
     sizes = [getattr(cfg, name) for name in Sizes._fields]
+    with on_target() as tracker:
+        workspaces = tracker.workspace
+        make = functools.partial(torch.empty, dtype=torch.bfloat16, device="cuda")
+        keys = [make(1, n, 8, 128) for n in (T, T, N, N, T, T)]
+        inputs = [make(1, T, 32, 128), *keys, make(1, T, 32, 3)]
+        forward = workspaces(engine.nsa_forward._opoverload, (*inputs, None, sizes, True), None)
+        with workspaces.inside_one():
+            o, *saved = engine.nsa_forward._init_fn(*inputs, None, sizes, True)
+        given = (o, *inputs, *saved, None, sizes, True)
+        backward = workspaces(engine.nsa_backward._opoverload, given, None)
 
-    workspaces = Workspaces("cuda")
-    forward = workspaces(engine.nsa_forward._opoverload, (*inputs, None, sizes, True), None)
     sorted_pairs = 20 * T * 8 * cfg.sel_count
     assert sorted_pairs < forward < 2.1 * sorted_pairs
-
-    with running_on(Bodies("cuda")):
-        o, *saved = engine.nsa_forward._init_fn(*inputs, None, sizes, True)
-    given = (o, *inputs, *saved, None, sizes, True)
-    backward = workspaces(engine.nsa_backward._opoverload, given, None)
     assert 0.9e9 < backward < 1.8e9

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from base import machine
 from footprint.operators import FakeTensors, is_fake
-from footprint.patches import Patches, missing
+from footprint.patches import Patches, missing, patched
 from footprint.places import StepTracker
 from footprint.tracker import Tracker
 from footprint.workspace import KernelWorkspaces, signature
@@ -60,7 +60,7 @@ class Workspaces(KernelWorkspaces):
 
     def _inside(self, name: str, args) -> int:
         """Bytes at the peak of the operator's body, without its inputs and its results."""
-        with self._pretending(), torch.no_grad(), _Inside(self) as tracker:
+        with self.inside_one(), torch.no_grad(), _Inside(self) as tracker:
             inputs = tree_map(_without_values, args)
             for tensor in tree_leaves(inputs):
                 if isinstance(tensor, Tensor):
@@ -75,14 +75,17 @@ class Workspaces(KernelWorkspaces):
         return peak - before - sum(returned.values())
 
     @contextlib.contextmanager
-    def _pretending(self) -> Iterator[None]:
-        """A few rounds of each loop, on fake tensors of the target; streams in one thread."""
+    def inside_one(self) -> Iterator[None]:
+        """As inside of an operator: a few rounds of each loop, on fake tensors of the target, and
+        streams in one thread.
+        """
         modes = self.tracker.modes if self.tracker else []
+        there = {} if self.tracker else as_there(self.target)  # a prediction has these already
         fake_tensors = active_fake_mode() or FakeTensors()
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            with fake_tensors, missing(modes), machine.few_rounds():
+            with fake_tensors, missing(modes), patched(there), machine.few_rounds():
                 yield
         finally:
             torch.set_num_threads(threads)
@@ -112,7 +115,8 @@ def _without_values(value):
     """A fake tensor like this one. The bounds of documents stay, because loops run over them."""
     if not isinstance(value, Tensor) or (value.dtype == torch.int64 and not is_fake(value)):
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+    like = dict(dtype=value.dtype, device=value.device)
+    return torch.empty_strided(value.shape, value.stride(), **like)
 
 
 # ---- a machine that is not here

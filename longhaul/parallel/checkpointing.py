@@ -202,10 +202,15 @@ class _Handle:
 
     def __init__(self, x: Tensor):
         self.device = x.device
-        self.host_is_device = x.device.type == "cpu"
+        self.host_is_device = is_hosts(x)
         self.host: Tensor | None = None
         self.x: Tensor | None = None
         self.ready: torch.cuda.Event | None = None  # when x is complete
+
+
+def is_hosts(x: Tensor) -> bool:
+    """Whether x is in host memory."""
+    return x.device.type == "cpu"
 
 
 def to_host(x: Tensor) -> Tensor:

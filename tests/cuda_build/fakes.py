@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from base.machine import Platform, running_on
+from base import machine
+from footprint.patches import patched
 
 HOPPER = (9, 0)
 AMPERE = (8, 0)
@@ -25,14 +26,9 @@ OPERATORS = {
 }
 
 
-class Card(Platform):
-    """A CUDA device of this compute capability."""
-
-    def __init__(self, capability: tuple[int, int]):
-        self._capability = capability
-
-    def capability(self, device):
-        return self._capability
+def on_card(capability: tuple[int, int]):
+    """Entered to run as if on a CUDA device of this compute capability."""
+    return patched({(machine, "capability"): lambda device: capability})
 
 
 class Choices(TorchFunctionMode):
@@ -43,9 +39,9 @@ class Choices(TorchFunctionMode):
     grouped heads.
     """
 
-    def __init__(self, card: Card):
+    def __init__(self, capability: tuple[int, int]):
         super().__init__()
-        self.card = card
+        self.major = capability[0]
         self.chosen = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -58,10 +54,9 @@ class Choices(TorchFunctionMode):
     def _choose(self, q, k, v, attn_mask=None, enable_gqa=False, **_) -> str:
         allowed = _cur_sdpa_kernel_backends()
         half = q.dtype in (torch.bfloat16, torch.float16)
-        major = self.card._capability[0]
         can = {
-            SDPBackend.CUDNN_ATTENTION: half and major >= 9,
-            SDPBackend.FLASH_ATTENTION: half and major >= 8 and attn_mask is None,
+            SDPBackend.CUDNN_ATTENTION: half and self.major >= 9,
+            SDPBackend.FLASH_ATTENTION: half and self.major >= 8 and attn_mask is None,
             SDPBackend.EFFICIENT_ATTENTION: q.dtype != torch.float64 and not enable_gqa,
             SDPBackend.MATH: True,
         }
@@ -104,10 +99,10 @@ class Run:
 @contextlib.contextmanager
 def card(capability: tuple[int, int]) -> Iterator[Run]:
     """Fake tensors, on a card; a host synchronisation or a mix of devices raises."""
-    here = Card(capability)
-    choices = Choices(here)
+    choices = Choices(capability)
     operators = Operators()
-    with FakeTensorMode(allow_non_fake_inputs=True), running_on(here), operators, choices:
+    fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_tensors, on_card(capability), operators, choices:
         yield Run(choices, operators)
 
 

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from base.machine import platform
+from base import machine
 from lab.posttrain.prompts import SharedPrompts, attention_behind_prompts
 from longhaul.kernels import attention, choose, sdpa
 from longhaul.parallel.parts import attention_kernel, attention_part, attention_part_backward
@@ -94,7 +94,7 @@ def test_grouped_heads_under_a_mask_take_the_memory_efficient_kernel(capability)
     with card(capability) as run:
         q, k = (heads(64, count) for count in (8, 2))
         mask_TS = torch.ones(64, 64, dtype=torch.bool, device="cuda").tril()
-        for context in (contextlib.nullcontext(), platform().lengths_vary(q)):
+        for context in (contextlib.nullcontext(), machine.lengths_vary(q)):
             with context:
                 assert sdpa(q, k, k, causal=False, mask_TS=mask_TS).shape == q.shape
     assert run.kernels == ["efficient"] * 2
@@ -105,7 +105,7 @@ def test_cached_tokens_take_flash_attention_whatever_the_length(capability, toke
     with card(capability) as run:
         q = heads(tokens, 8)
         k = heads(700, 2)
-        with platform().lengths_vary(q):
+        with machine.lengths_vary(q):
             assert attention(q, k, k).shape == q.shape
     assert run.kernels == [FLASH]
 
@@ -114,7 +114,7 @@ def test_a_prompt_builds_no_plan():
     """It fills an empty cache: as many keys as queries, and a length of its own."""
     with card(HOPPER) as run:
         q, k = (heads(77, count) for count in (8, 2))
-        with platform().lengths_vary(q):
+        with machine.lengths_vary(q):
             attention(q, k, k)
     assert run.kernels == ["flash"]
 

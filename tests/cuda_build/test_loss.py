@@ -11,8 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from base import machine
+from footprint.patches import patched
 from longhaul.vocab import loss as vocab_loss
-from tests.cuda_build.fakes import HOPPER, Card, Operators
+from tests.cuda_build.fakes import HOPPER, Operators, on_card
 
 N = 65_536
 D = 2560
@@ -23,31 +24,29 @@ VIEWS = (
 )
 
 
-class Counting(Card):
+def counting(launched: Counter):
     """Counts what fake tensors cannot run: compiled tile bodies, and products written in fp32."""
 
-    def __init__(self):
-        super().__init__(HOPPER)
-        self.launched = Counter()
-
-    def tile_body(self, function, kernels, fastest):
+    def body(function, kernels):
         assert kernels == "compiled"
 
         def run(*_):
-            self.launched[function.__name__] += 1
+            launched[function.__name__] += 1
 
         return run
 
-    def mixed_product(self, out, a, b, beta):
+    def mixed_product(out, a, b, beta):
         assert out.is_cuda and out.dtype == torch.float32 and a.dtype == torch.bfloat16
-        self.launched["mixed product"] += 1
+        launched["mixed product"] += 1
+
+    return patched({(vocab_loss, "fastest_body"): body, (machine, "mixed_product"): mixed_product})
 
 
 def launches(function, weight_dtype=torch.float32, tokens=N) -> Counter:
     """Kernels by name that `function(hidden, weight, labels, tiles)` launches."""
-    here = Counting()
+    launched = Counter()
     operators = Operators()
-    with FakeTensorMode(), machine.running_on(here), operators:
+    with FakeTensorMode(), on_card(HOPPER), counting(launched), operators:
         hidden_ND = torch.empty(tokens, D, device="cuda", dtype=torch.bfloat16)
         weight_VD = torch.empty(V, D, device="cuda", dtype=weight_dtype)
         labels_N = torch.empty(tokens, device="cuda", dtype=torch.int64)
@@ -57,10 +56,10 @@ def launches(function, weight_dtype=torch.float32, tokens=N) -> Counter:
         operators.names.clear()
         function(hidden_ND, weight_VD, labels_N, tiles)
 
-    here.launched.update(name.removeprefix("aten::") for name in operators.names)
+    launched.update(name.removeprefix("aten::") for name in operators.names)
     for name in VIEWS.split():
-        del here.launched[name]
-    return here.launched
+        del launched[name]
+    return launched
 
 
 def forward(hidden_ND, weight_VD, labels_N, tiles):

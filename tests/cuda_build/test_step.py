@@ -14,13 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
-from base.machine import running_on
+from base import machine
+from footprint.patches import patched
 from longhaul import optimizers, step
 from longhaul.config import TrainConfig
 from longhaul.staging import Staging, slabs
 from model import Decoder, OnHost
 from tests.cuda_build import engine
-from tests.cuda_build.fakes import HOPPER, Card
+from tests.cuda_build.fakes import HOPPER, on_card
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 OTHERS = ("/tests/", "/site-packages/")  # the environment of these tests may lie inside
@@ -87,12 +88,10 @@ class Waits(TorchDispatchMode):
         self.lines.append(f"{place}: {frame.line} [{name}]")
 
 
-class Flash(Card):
-    """A card whose attention is always FlashAttention: PyTorch could not choose without one."""
-
-    def attention(self, q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(q, k, v, 0.0, is_causal)[0]
+def always_flash(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):
+    """FlashAttention in place of machine.attention: PyTorch could not choose without a card."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    return flash(q, k, v, 0.0, is_causal)[0]
 
 
 class Streams:
@@ -150,7 +149,8 @@ def on_cuda(monkeypatch):
         )
         pinned = set()
         skeleton = step.skeleton(cfg, cfg.model())
-        with FakeTensorMode(allow_non_fake_inputs=True), running_on(Flash(HOPPER)):
+        flash = patched({(machine, "attention"): always_flash})
+        with FakeTensorMode(allow_non_fake_inputs=True), on_card(HOPPER), flash:
             state = step.fill(skeleton, cfg, "cuda", step.ONE_PROCESS, None)
             if hasattr(state.optimizer, "staging"):
                 state.optimizer.staging = PinnedStaging(pinned)

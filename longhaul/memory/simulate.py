@@ -6,11 +6,7 @@ states.
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator
-
-import torch
-from torch import Tensor
 
 from base.machine import deterministic, few_rounds
 from footprint.attention import Attention
@@ -24,31 +20,13 @@ from footprint.prediction import (
 )
 from footprint.ranks import as_rank
 from footprint.trace import Trace
-from footprint.values import KnownValues, Reading, converted
+from footprint.values import KnownValues
 from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.memory.program import Program, program_of
-from longhaul.memory.workspace import Workspaces, as_there
+from longhaul.memory.workspace import Usual, Workspaces, as_there
 
 MOST_TOKENS = 2**31 - 1  # of a micro-batch: the bounds of documents are 32-bit numbers
-
-
-class Usual(Reading):
-    """What our own code asks tensors without values: no label is out of range, every token counts,
-    every norm is finite. any() is False, other booleans are True, numbers are 1.
-    """
-
-    def __init__(self, tracker: StepTracker, *args):
-        super().__init__(*args)
-        self.tracker = tracker
-
-    def value(self, func, tensor: Tensor):
-        told = self._told(func, tensor)
-        if told is not None:
-            return told
-        if tensor.dtype != torch.bool:
-            return converted(func, 1)
-        return self.tracker.made_by(tensor) != "aten.any.default"
 
 
 def simulate(
@@ -103,11 +81,10 @@ def on_target(
     workspaces = Workspaces(target)
     tracker = StepTracker(workspaces, True, KnownValues(), attention=attention)
     workspaces.tracker = tracker
-    reader = functools.partial(Usual, tracker)
     with (
         fake_process_group(ranks),
         as_rank(ranks, start_fake_group),
-        on_fake_tensors(tracker, card, {}, ranks, as_there(target), reader),
+        on_fake_tensors(tracker, card, {}, ranks, as_there(target), Usual),
         few_rounds(not every_tile),
     ):
         yield tracker

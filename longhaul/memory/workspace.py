@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from base import machine
@@ -19,6 +20,7 @@ from footprint.operators import FakeTensors, is_fake
 from footprint.patches import Patches, missing, patched
 from footprint.places import StepTracker
 from footprint.tracker import Tracker
+from footprint.values import KnownValues, Reading, converted
 from footprint.workspace import KernelWorkspaces, signature
 from longhaul.sparse import engine as blocks
 from longhaul.sparse.choose import choose_operator
@@ -38,6 +40,24 @@ CHOICE = (choose_operator, index_loss_operator)
 STATISTICS = (statistics.stats_op, statistics.stats_backward_op)
 OURS = {op._qualname: op for op in LOSS + SPARSE + CHOICE + STATISTICS}
 BAGS = ("aten::embedding_bag", "aten::_embedding_bag", "aten::_embedding_bag_forward_only")
+
+
+class Usual(Reading):
+    """What our own code asks tensors without values: no label is out of range, every token counts,
+    every norm is finite. any() is False, other booleans are True, numbers are 1.
+    """
+
+    def _run(self, func, args, kwargs):
+        result = super()._run(func, args, kwargs)
+        if func in (torch.any, Tensor.any) and is_fake(result):
+            self.known.suppose_all(result, False)
+        return result
+
+    def value(self, func, tensor: Tensor):
+        told = self._told(func, tensor)
+        if told is not None:
+            return told
+        return converted(func, True if tensor.dtype == torch.bool else 1)
 
 
 class Workspaces(KernelWorkspaces):
@@ -79,8 +99,10 @@ class Workspaces(KernelWorkspaces):
         """As inside of an operator: a few rounds of each loop, on fake tensors of the target, and
         streams in one thread.
         """
-        modes = self.tracker.modes if self.tracker else []
-        there = {} if self.tracker else as_there(self.target)  # a prediction has these already
+        modes: list[TorchFunctionMode] = [Usual(KnownValues(), {}, {}, imagined=lambda x: x)]
+        there = as_there(self.target)
+        if self.tracker:  # a prediction has these already
+            modes, there = self.tracker.modes, {}
         fake_tensors = active_fake_mode() or FakeTensors()
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

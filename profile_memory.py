@@ -35,10 +35,10 @@ from longhaul.cli import flag
 from longhaul.config import TrainConfig
 from longhaul.memory import advise, door, reconcile, report, reserve
 from longhaul.memory import solve as solver
-from longhaul.memory.deep import profile
 from longhaul.memory.needs import largest
 from longhaul.memory.plan import host_available_bytes, on_ranks
 from longhaul.memory.search import Verdict, note_on_size
+from longhaul.memory.simulate import profile
 from model import GIB, ModelConfig
 
 DTYPES = spellings(*PRECISIONS)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from footprint.device import Demand
+from footprint.unroll import LAYERS, unroll
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
 from longhaul.memory import solve
-from longhaul.memory.deep import LAYERS, unroll
 from longhaul.memory.needs import needs
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate

@@ -18,7 +18,7 @@ from benchmarks.on_gpu import ROWS, Row
 from footprint.device import Demand
 from longhaul.config import TrainConfig
 from longhaul.memory import reconcile
-from longhaul.memory.deep import profile
+from longhaul.memory.simulate import profile
 from tests.tiers import slow
 
 NAMES = [row.name for row in ROWS]

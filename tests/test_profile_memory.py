@@ -12,9 +12,9 @@ import profile_memory
 from longhaul import cli
 from longhaul.config import TrainConfig
 from longhaul.memory import solve
-from longhaul.memory.deep import profile
 from longhaul.memory.needs import demand
 from longhaul.memory.search import Verdict, placed
+from longhaul.memory.simulate import profile
 from model import GIB
 from tests.tiers import slow
 

@@ -16,8 +16,8 @@ from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory import plan as planner
 from longhaul.memory import reserve
-from longhaul.memory.deep import profile
 from longhaul.memory.needs import needs
+from longhaul.memory.simulate import profile
 from model import GIB
 
 NAMES = reserve.ALLOCATOR_SETTINGS

@@ -11,10 +11,9 @@ import torch
 from footprint.allocator import replay
 from longhaul import dist
 from longhaul.config import TrainConfig
-from longhaul.memory.deep import profile
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.report import top_tensors
-from longhaul.memory.simulate import simulate, trace_real_run
+from longhaul.memory.simulate import profile, simulate, trace_real_run
 from tests.events import calls
 from tests.ranks import run_ranks
 from tests.tiers import few_fast

@@ -1,5 +1,5 @@
 """What one rank's step needs: the real step, simulated once with few layers, whose record is
-extended to all (deep.py) and replayed through the caching allocator.
+extended to all (footprint.unroll) and replayed through the caching allocator.
 
 Equal steps are simulated once. Sizes are bytes.
 """
@@ -17,7 +17,7 @@ import torch
 from footprint.device import Demand
 from footprint.timeline import Sizes
 from longhaul.config import TrainConfig
-from longhaul.memory.deep import Profile, profile
+from longhaul.memory.simulate import Profile, profile
 from longhaul.staging import PINNED
 
 TRACES = 2  # that are kept, of some megabytes each

@@ -15,10 +15,9 @@ from footprint.trace import Trace
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.memory.batches import row_batch, tensors_of
-from longhaul.memory.deep import Profile
 from longhaul.memory.program import program_of
 from longhaul.memory.reserve import expandable_segments
-from longhaul.memory.simulate import trace_real_run
+from longhaul.memory.simulate import Profile, trace_real_run
 from longhaul.memory.stages import StagePeaks
 from model import GIB
 

@@ -13,8 +13,8 @@ from footprint.device import Demand
 from footprint.tables import device_rows, heading, stage_rows, tensor_rows, waterfalls
 from footprint.timeline import alike
 from longhaul.config import TrainConfig
-from longhaul.memory.deep import Profile
 from longhaul.memory.needs import PROCESS_GIB
+from longhaul.memory.simulate import Profile
 from model import GIB
 
 

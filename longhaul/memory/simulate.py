@@ -6,7 +6,9 @@ states.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from base.machine import deterministic, few_rounds
 from footprint.attention import Attention
@@ -19,7 +21,9 @@ from footprint.prediction import (
     trace_two_steps,
 )
 from footprint.ranks import as_rank
+from footprint.timeline import Sizes, stages_at_peak
 from footprint.trace import Trace
+from footprint.unroll import LAYERS, unroll
 from footprint.values import KnownValues
 from longhaul import dist, step
 from longhaul.config import TrainConfig
@@ -49,6 +53,42 @@ def simulate(
             f"micro-batch has at most {MOST_TOKENS:,} tokens: give a shorter context"
         )
     return trace(program_of(cfg, ranks, layers, every_tile, device=target), target, every_tile)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One rank's step, all layers of it."""
+
+    trace: Trace
+
+    @functools.cached_property
+    def stages(self) -> dict[str, Sizes]:
+        """Of each stage, the bytes by category at its peak, the workspace included."""
+        return stages_at_peak(self.trace)
+
+    @property
+    def peak_stage(self) -> str:
+        return max(self.stages, key=lambda stage: sum(self.stages[stage].values()))
+
+    @property
+    def peak(self) -> int:
+        """Live bytes at the peak."""
+        return sum(self.stages[self.peak_stage].values())
+
+
+def profile(
+    cfg: TrainConfig,
+    ranks: int = 1,
+    target: str = "cuda",
+    full: bool = False,
+) -> Profile:
+    """The step's profile. `full` simulates every layer and every tile, and must agree with what a
+    shallow model gives.
+    """
+    layers = cfg.model().num_layers
+    if full or layers <= LAYERS:
+        return Profile(simulate(cfg, ranks, target, every_tile=full))
+    return Profile(unroll(simulate(cfg, ranks, target, LAYERS), layers))
 
 
 def trace(program: Program, target: str = "cuda", every_tile: bool = False) -> Trace:

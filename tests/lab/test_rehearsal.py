@@ -22,13 +22,12 @@ from longhaul import cli, dist, step
 from longhaul.config import TrainConfig
 from longhaul.memory import fit, solve
 from longhaul.memory import plan as planner
-from longhaul.memory.deep import profile
 from longhaul.memory.needs import PROCESS_GIB, at_least, demand, needs
 from longhaul.memory.needs import largest as largest_method
 from longhaul.memory.program import Program, program_of
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.search import AS_ASKED, Search
-from longhaul.memory.simulate import simulate, trace_real_run
+from longhaul.memory.simulate import profile, simulate, trace_real_run
 from model import GIB
 from tests.test_fit import ladder
 from tests.tiers import slow

@@ -1,10 +1,11 @@
-"""The memory of a step: one simulation of at most five layers, whose trace is unrolled to all.
+"""A step of many equal layers from the record of a few: one simulation of five layers, whose trace
+is unrolled to all.
 
 The trace falls into runs, from one layer's start to the next one's. Of five layers, layers 1, 2
 and 3 each have a neighbour like themselves on either side, so a deeper model's trace repeats the
-run of layer 2, and each copy has storages of its own. This leaves out how the scratch memory of the
-gradient norm, a few KiB after the peak, grows with the number of parameters, and what levers keep
-in host memory, which needs.py counts.
+run of layer 2, and each copy has storages of its own. This leaves out how the scratch memory of a
+gradient norm, a few KiB after the peak, grows with the number of parameters. Layers are the modules
+of a list named `layers`.
 """
 
 import bisect
@@ -12,72 +13,16 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from footprint.timeline import Sizes
-from footprint.trace import CATEGORIES, Event, Storage, Trace, first_of_each
+from footprint.trace import Event, Storage, Trace, first_of_each
 from footprint.tracker import NO_STORAGE
-from longhaul.config import TrainConfig
-from longhaul.memory.simulate import simulate
 
 LAYERS = 5  # that are simulated
 MIDDLE = 2  # the layer of that trace that is repeated
 
 Name = tuple  # what a storage shares with its twins in the other layers
-
-
-@dataclass(frozen=True)
-class Profile:
-    """One rank's step: its trace, and of each stage the bytes by category at its peak."""
-
-    trace: Trace  # of the whole model
-    stages: dict[str, Sizes]  # the workspace included
-
-    @property
-    def peak_stage(self) -> str:
-        return max(self.stages, key=lambda stage: sum(self.stages[stage].values()))
-
-    @property
-    def peak(self) -> int:
-        """Live bytes at the peak."""
-        return sum(self.stages[self.peak_stage].values())
-
-
-def profile(
-    cfg: TrainConfig,
-    ranks: int = 1,
-    target: str = "cuda",
-    full: bool = False,
-) -> Profile:
-    """The step's profile. `full` simulates every layer and every tile, and must agree with what a
-    shallow model gives.
-    """
-    layers = cfg.model().num_layers
-    if full or layers <= LAYERS:
-        trace = simulate(cfg, ranks, target, every_tile=full)
-    else:
-        trace = unroll(simulate(cfg, ranks, target, LAYERS), layers)
-    return Profile(trace, sizes_at_peaks(trace))
-
-
-def sizes_at_peaks(trace: Trace) -> dict[str, Sizes]:
-    """Of each stage, the bytes by category when most are alive."""
-    sizes = dict.fromkeys(CATEGORIES, 0)
-    found: dict[str, tuple[int, Sizes]] = {}
-    for time, events, workspace in trace.by_time():
-        for event in events:
-            if event.bytes:
-                sizes[trace.storages[event.storage].category] += event.bytes
-        total = sum(sizes.values()) + workspace
-        stage = trace.stage_at(time)
-        if stage not in found or total > found[stage][0]:
-            found[stage] = total, sizes | {"workspace": workspace}
-    return {stage: at_peak for stage, (_, at_peak) in found.items()}
-
-
-# ---- the trace
 
 
 class Run(NamedTuple):

@@ -59,7 +59,7 @@ def test_a_resume_needs_the_settings_that_a_run_has_and_no_other(tmp_path):
 
 def test_weights_in_16_bits_are_never_fp32_as_a_whole(saved):
     expected = load_model(verified(saved)).bfloat16().state_dict()
-    with PeakTracker("cpu") as tracker:
+    with PeakTracker() as tracker:
         model = load_model(verified(saved), dtype="bfloat16", weights=torch.bfloat16)
     assert tracker.peak <= 2 * model.num_params() + 4 * max(p.numel() for p in model.parameters())
     found = model.state_dict()

@@ -79,7 +79,7 @@ def test_the_html_page_of_a_policy_has_its_stages(tmp_path, capsys):
     args = [*SMALL, *policy, "--model_overrides", "num_layers=1", "--html", str(path)]
     assert profile_memory.main(args) == 0
     text = path.read_text()
-    assert "rollout" in text and "reference forward" in text
+    assert "rollout" in text and "reference.layers.* forward" in text
     assert "-m lab.intuitor --model_size tiny" in text
 
 

@@ -29,12 +29,12 @@ from data.hugging_face import (
     named_token,
     read_settings,
 )
-from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
+from data.load_tokenizer import AnyTokenizer, Ids, find_tokenizer, load_tokenizer
 from data.writer import require_new
 from longhaul import cli, qwen3
 from longhaul.checkpoint import start
 from longhaul.checkpoint.format import Checkpoint, model_config
-from longhaul.checkpoint.load import check_tokenizer, newest, stored_weights, verified
+from longhaul.checkpoint.load import check_ids, newest, stored_weights, verified
 from longhaul.checkpoint.save import save_weights
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
@@ -229,7 +229,8 @@ def tokenizer_of(checkpoint: Checkpoint, given: str, eod: str) -> AnyTokenizer |
             "weights only"
         )
     tokenizer = load_tokenizer(path, eod or end_token(run, Path(path)))
-    check_tokenizer(checkpoint, tokenizer.sha256, tokenizer.path, f"--tokenizer {path}")
+    ids = Ids(tokenizer.sha256, tokenizer.path)
+    check_ids(checkpoint.folder, checkpoint, ids, f"--tokenizer {path}")
     return tokenizer
 
 

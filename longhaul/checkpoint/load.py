@@ -5,7 +5,6 @@ hashes that were written. A checkpoint that fails this check is renamed `.corrup
 """
 
 import functools
-import hashlib
 from pathlib import Path
 
 import torch
@@ -13,8 +12,8 @@ import torch
 from base import durable
 from base.tensors import WEIGHTS, Later, opened
 from base.untrusted import parse_json, refuse_pickle
-from data.load_tokenizer import find_tokenizer, hash_of_ids
-from data.tokenizer import SENTENCEPIECE
+from data.hugging_face import TOKENIZER
+from data.load_tokenizer import Ids, find_tokenizer, have_same_ids
 from longhaul import optimizers
 from longhaul.checkpoint.format import (
     MANIFEST,
@@ -134,48 +133,29 @@ def newest(folder: Path) -> Path:
     return steps[-1]
 
 
-def tokenizer_beside(checkpoint: Checkpoint) -> Path:
-    """The tokenizer next to the checkpoints of a run."""
-    run = checkpoint.folder.parent
-    return find_tokenizer(run) or run / "tokenizer.model"
-
-
-def has_other_ids(checkpoint: Checkpoint, sha256: str | None, tokenizer: Path | None) -> bool:
-    """Whether a tokenizer, of this hash and in this file, is not the one that the model was trained
-    with. A sentencepiece model and the tokenizer.json that an export makes of it are the same.
-
-    A converted checkpoint knows its tokenizer only by the file next to it, if there is one.
+def trained_ids(folder: Path, checkpoint: Checkpoint | None) -> Ids:
+    """What is known of the ids that a model was trained on: what its run recorded, and the
+    tokenizer beside its checkpoints, or the tokenizer.json of a Hugging Face folder.
     """
-    known = _known_hashes(checkpoint)
-    if not known or sha256 in known:
-        return False
-    return tokenizer is None or hash_of_ids(tokenizer) not in known
+    if checkpoint is None:
+        path = folder / TOKENIZER
+        return Ids(path=path if path.is_file() else None)
+    recorded = checkpoint.identity or {}
+    return Ids(recorded.get("tokenizer"), find_tokenizer(folder.parent))
 
 
-def _known_hashes(checkpoint: Checkpoint) -> set[str]:
-    """The hashes that say which ids the model was trained on; none if nothing says it."""
-    beside = find_tokenizer(checkpoint.folder.parent)
-    if not checkpoint.identity:
-        return {hash_of_ids(beside)} if beside else set()
-
-    trained_with = checkpoint.identity.get("tokenizer")
-    if trained_with is None:
-        return set()
-    model = checkpoint.folder.parent / SENTENCEPIECE
-    if model.is_file() and hashlib.sha256(model.read_bytes()).hexdigest() == trained_with:
-        return {trained_with, hash_of_ids(model)}
-    return {trained_with}
-
-
-def check_tokenizer(checkpoint: Checkpoint, sha256: str | None, tokenizer: Path | None, given: str):
-    """CheckpointError if a tokenizer, of this hash and in this file, is not the one that the model
-    was trained with; `given` names it.
+def check_ids(folder: Path, checkpoint: Checkpoint | None, given: Ids, name: str):
+    """ValueError if the data or the tokenizer that is called `name` has other ids than those that
+    the model in a folder was trained on. Where nobody knows those, all is allowed.
     """
-    if has_other_ids(checkpoint, sha256, tokenizer):
-        raise CheckpointError(
-            f"{given} has a different tokenizer from the data that {checkpoint.folder} was trained "
-            f"on: prepare or generate text with --tokenizer {tokenizer_beside(checkpoint)}"
-        )
+    trained = trained_ids(folder, checkpoint)
+    if trained == Ids() or have_same_ids(trained, given):
+        return
+    raise ValueError(
+        f"{name} has another tokenizer than the one that {folder} was trained with, so its ids "
+        "mean other tokens: prepare the data (python -m data.prepare), or generate text, with "
+        f"--tokenizer {trained.path or 'FILE, a copy of that one'}"
+    )
 
 
 # ---- filling

@@ -18,9 +18,9 @@ import torch
 
 from base.tensors import Later
 from base.untrusted import refuse_pickle
-from data import hugging_face, origin
+from data import origin
 from data.dataset import Dataset
-from data.load_tokenizer import hash_of_ids
+from data.load_tokenizer import Ids
 from longhaul import kernels, lengths, qwen3
 from longhaul.checkpoint import format, load, resume
 from longhaul.checkpoint.format import Checkpoint
@@ -345,32 +345,9 @@ def _check_finite(folder: Path, weights: dict[str, Later]):
 
 
 def check_tokenizer(start: Start, dataset: Dataset):
-    """ValueError if the data's ids are not those that the weights were trained on. A folder of
-    Hugging Face, or a checkpoint converted from one, says it only with its tokenizer.json.
-    """
-    if start.checkpoint is None or not start.checkpoint.identity:
-        check_same_ids(start.tokenizer_folder, dataset)
-        return
-    given = (dataset.tokenizer_sha256, dataset.tokenizer_path)
-    if load.has_other_ids(start.checkpoint, *given):
-        raise ValueError(
-            f"the data in {dataset.path} has another tokenizer than the data of {start.folder}: "
-            f"prepare it with --tokenizer {load.tokenizer_beside(start.checkpoint)}, or give the "
-            "--data of that run"
-        )
-
-
-def check_same_ids(folder: Path, dataset: Dataset):
-    """ValueError if a Hugging Face folder has a tokenizer, and it is not that of the data."""
-    theirs = hugging_face.hash_of_folder(folder)
-    if theirs is None or dataset.tokenizer_path is None:
-        return
-    if theirs != hash_of_ids(dataset.tokenizer_path):
-        raise ValueError(
-            f"the data in {dataset.path} has another tokenizer than --init_from {folder}, so the "
-            "weights mean nothing for its ids: run `python -m data.prepare --input YOUR_TEXT "
-            f"--tokenizer {folder} --output NEW`, then give --data NEW"
-        )
+    """ValueError if the data's ids are not those that the weights were trained on."""
+    given = Ids(dataset.tokenizer_sha256, dataset.tokenizer_path)
+    load.check_ids(start.folder, start.checkpoint, given, f"the data in {dataset.path}")
 
 
 def load_into(model: Decoder, start: Start):

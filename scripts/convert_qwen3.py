@@ -135,7 +135,8 @@ def export_hf(source: Path, output: Path, dtype: str, tokenizer: str = "", eod: 
         print(f"attention_type={config.attention.name} is exported as full attention")
 
     context = qwen3.readable_context(config, start.trained_context(checkpoint))
-    weights = {name: cast(weight, dtype) for name, weight in stored_weights(checkpoint).items()}
+    stored = stored_weights(checkpoint, config)
+    weights = {name: cast(weight, dtype) for name, weight in stored.items()}
     found = tokenizer_of(checkpoint, tokenizer, eod)
     usual = sampling(found, config.vocab_size)
     ending = found or own_tokenizer(checkpoint, eod)

@@ -33,7 +33,7 @@ from longhaul.checkpoint.format import (
 from longhaul.kernels import decoder
 from longhaul.kinds import attention_kind
 from longhaul.step import TrainState
-from model import Decoder
+from model import Decoder, ModelConfig
 
 # ---- checking
 
@@ -43,15 +43,18 @@ def verified(folder: Path) -> Checkpoint:
     were checked; CheckpointError names the file and the block that are wrong.
     """
     checkpoint = described(folder)
-    for name, recorded in checkpoint.files.items():
-        _verify_file(folder / name, recorded)
+    verify(checkpoint)
     return checkpoint
 
 
+def verify(checkpoint: Checkpoint):
+    """Check the files of a checkpoint whose manifest was read; CheckpointError as in `verified`."""
+    for name, recorded in checkpoint.files.items():
+        _verify_file(checkpoint.folder / name, recorded)
+
+
 def described(folder: Path) -> Checkpoint:
-    """The checkpoint as its manifest describes it, for a rank that leaves the hashes to rank 0;
-    CheckpointError names what is wrong with the manifest.
-    """
+    """The checkpoint as its manifest describes it; CheckpointError names what is wrong with it."""
     refuse_pickle(folder)
     try:
         manifest = parse_json(durable.read_text(folder / MANIFEST).encode())
@@ -185,7 +188,10 @@ def load_model(
     as it is read.
     """
     given = {"compute_dtype": dtype, "kernels": kernels, "attention": attention}
-    model = _skeleton(checkpoint, **{name: value for name, value in given.items() if value})
+    overrides = {name: value for name, value in given.items() if value}
+    with checkpoint_errors(checkpoint.folder), torch.device("meta"):
+        model = decoder(model_config(checkpoint, **overrides))
+        check_held(checkpoint, named_shards(model))
     if weights is not None:
         model.to(weights)
     model.to_empty(device=device)
@@ -194,26 +200,21 @@ def load_model(
     return model
 
 
-def _skeleton(checkpoint: Checkpoint, **overrides) -> Decoder:
-    """The checkpoint's model on meta; CheckpointError unless the files hold all of it."""
-    with checkpoint_errors(checkpoint.folder), torch.device("meta"):
-        model = decoder(model_config(checkpoint, **overrides))
-        check_held(checkpoint, named_shards(model))
-    return model
-
-
-def stored_weights(checkpoint: Checkpoint) -> dict[str, Later]:
-    """The checkpoint's parameters by their names in a model, whole and in the dtype in which they
-    are stored, whatever number of ranks wrote them; each is read when it is asked for.
+def stored_weights(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Later]:
+    """The parameters that a model of `config` takes from the checkpoint, by their names in it,
+    whole and in the dtype in which they are stored, whatever number of ranks wrote them; each is
+    read when it is asked for.
 
     CheckpointError unless the files hold all of them.
     """
+    with checkpoint_errors(checkpoint.folder), torch.device("meta"):
+        shards = _stored_shards(checkpoint, decoder(config))
+        check_held(checkpoint, shards)
     weights = {}
     dtypes = _stored_dtypes(checkpoint)
-    for name, parameter in _skeleton(checkpoint).named_parameters():
-        stored = f"model.{name}"
-        read = functools.partial(_read_whole, checkpoint, stored, dtypes[stored])
-        weights[name] = Later(tuple(parameter.shape), dtypes[stored], read)
+    for name, shard in shards.items():
+        read = functools.partial(_read_whole, checkpoint, name, dtypes[name])
+        weights[name.removeprefix("model.")] = Later(shard.shape, dtypes[name], read)
     return weights
 
 
@@ -247,11 +248,6 @@ def _read_whole(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.
     return whole
 
 
-def check_weights(checkpoint: Checkpoint, model: Decoder):
-    """ValueError unless the files hold the model's parameters whole, in their shapes."""
-    check_held(checkpoint, _stored_shards(checkpoint, model))
-
-
 def load_weights(model: Decoder, checkpoint: Checkpoint):
     """Overwrite the parameters of a built model, sharded or whole, whatever number of ranks wrote
     the checkpoint. What its attention does not have keeps its values.
@@ -263,11 +259,14 @@ def _stored_shards(checkpoint: Checkpoint, model: Decoder) -> dict[str, Shard]:
     """The model's parameters without those that only its kind of attention has, if the checkpoint
     is of another kind.
     """
+    shards = named_shards(model)
+    if checkpoint.model_config.get("attention_type") == model.config.attention.name:
+        return shards
     added = set(attention_kind(model.config).starts_fresh)
     stored = checkpoint.tensors()
     return {
         name: shard
-        for name, shard in named_shards(model).items()
+        for name, shard in shards.items()
         if name in stored or added.isdisjoint(name.split("."))
     }
 

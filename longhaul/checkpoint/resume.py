@@ -15,7 +15,6 @@ from data import order
 from data.loader import Order
 from longhaul import optim
 from longhaul.checkpoint.format import MANIFEST, Checkpoint, CheckpointError
-from longhaul.checkpoint.load import described
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind, recorded, settings_names
 from model import ModelConfig
@@ -151,12 +150,10 @@ def read_record(folder: Path) -> dict | None:
 # ---- the checkpoint that a run continues
 
 
-def continued(folder: Path, cfg: TrainConfig) -> Checkpoint:
-    """The checkpoint in `folder`, found complete and trained with the settings of `cfg`."""
-    checkpoint = described(folder)
+def check_continued(checkpoint: Checkpoint, cfg: TrainConfig):
+    """CheckpointError or ValueError unless a run of `cfg` can continue the checkpoint."""
     check_complete(checkpoint, cfg)
     check_settings(checkpoint, cfg)
-    return checkpoint
 
 
 def check_complete(checkpoint: Checkpoint, cfg: TrainConfig):

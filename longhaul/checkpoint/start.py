@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from base.tensors import Later
 from base.untrusted import refuse_pickle
 from data import origin
 from data.dataset import Dataset
 from data.load_tokenizer import Ids
-from longhaul import kernels, lengths, qwen3
+from longhaul import lengths, qwen3
 from longhaul.checkpoint import format, load, resume
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.cli import read_pairs
@@ -324,13 +322,12 @@ def check(start: Start, config: ModelConfig):
     reads every byte of them.
     """
     if start.checkpoint is None:
-        qwen3.check_geometry(config, start.folder)
-        _check_finite(start.folder, qwen3.stored_model(start.folder)[1])
-        return
-    load.verified(start.folder)
-    with format.checkpoint_errors(start.folder), torch.device("meta"):
-        load.check_weights(start.checkpoint, kernels.decoder(config))
-    _check_finite(start.folder, load.stored_weights(start.checkpoint))
+        qwen3.check_geometry(config, start.config, start.folder)
+        weights = qwen3.stored_weights(start.folder, config)
+    else:
+        load.verify(start.checkpoint)
+        weights = load.stored_weights(start.checkpoint, config)
+    _check_finite(start.folder, weights)
 
 
 def _check_finite(folder: Path, weights: dict[str, Later]):

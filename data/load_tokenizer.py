@@ -59,27 +59,28 @@ def require_usable(path: Path) -> None:
 
 class Ids(NamedTuple):
     """What is known of the ids of data or of a model: the hash of their tokenizer that was
-    recorded, and its file.
+    recorded, and its file. A tokenizer knows both of itself.
     """
 
     sha256: str | None = None
     path: Path | None = None
 
-    def hashes(self) -> set[str]:
-        """All hashes by which the tokenizer is recorded: that of a sentencepiece model's file, and
-        that of the map from tokens to ids, which it shares with its export as a tokenizer.json.
-        """
-        found = set()
-        if self.path is not None:
-            found = {sha256_file(self.path), hash_of_ids(self.path)}
-        if self.sha256 is None or self.sha256 in found:
-            return found
-        return {self.sha256}  # the file is another one by now
 
-
-def have_same_ids(one: Ids, other: Ids) -> bool:
+def have_same_ids(one: Ids | AnyTokenizer, other: Ids | AnyTokenizer) -> bool:
     """Whether an id means the same token in both; nobody can say it if neither has a hash."""
-    return one.sha256 == other.sha256 or not one.hashes().isdisjoint(other.hashes())
+    return one.sha256 == other.sha256 or not _hashes(one).isdisjoint(_hashes(other))
+
+
+def _hashes(ids: Ids | AnyTokenizer) -> set[str]:
+    """All hashes by which a tokenizer is recorded: that of a sentencepiece model's file, and that
+    of the map from tokens to ids, which it shares with its export as a tokenizer.json.
+    """
+    found = set()
+    if ids.path is not None:
+        found = {sha256_file(ids.path), hash_of_ids(ids.path)}
+    if ids.sha256 is None or ids.sha256 in found:
+        return found
+    return {ids.sha256}  # the file is another one by now
 
 
 def hash_of_ids(path: Path) -> str:

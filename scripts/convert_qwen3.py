@@ -29,7 +29,7 @@ from data.hugging_face import (
     named_token,
     read_settings,
 )
-from data.load_tokenizer import AnyTokenizer, Ids, find_tokenizer, load_tokenizer
+from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
 from data.writer import require_new
 from longhaul import cli, qwen3
 from longhaul.checkpoint import start
@@ -230,8 +230,7 @@ def tokenizer_of(checkpoint: Checkpoint, given: str, eod: str) -> AnyTokenizer |
             "weights only"
         )
     tokenizer = load_tokenizer(path, eod or end_token(run, Path(path)))
-    ids = Ids(tokenizer.sha256, tokenizer.path)
-    check_ids(checkpoint.folder, checkpoint, ids, f"--tokenizer {path}")
+    check_ids(checkpoint.folder, checkpoint, tokenizer, f"--tokenizer {path}")
     return tokenizer
 
 

@@ -121,12 +121,11 @@ def tokenizer_of(source: Source | start.Start, path: str = "", otherwise: str = 
     if found is None:
         raise ValueError(f"{folder} has no tokenizer: give --tokenizer PATH{otherwise}")
     tokenizer = load_tokenizer(found)
-    ids = Ids(tokenizer.sha256, tokenizer.path)
-    check_ids(source, tokenizer.vocab_size, ids, f"tokenizer {found}")
+    check_ids(source, tokenizer.vocab_size, tokenizer, f"tokenizer {found}")
     return Outspoken(tokenizer)
 
 
-def check_ids(source: Source | start.Start, vocab_size: int, ids: Ids, given: str):
+def check_ids(source: Source | start.Start, vocab_size: int, ids: Ids | AnyTokenizer, given: str):
     """ValueError unless a tokenizer has the ids that the model was trained on; `given` names it."""
     load.check_ids(source.folder, source.checkpoint, ids, given)
     known = source.config.vocab_size

@@ -13,7 +13,7 @@ from base import durable
 from base.tensors import WEIGHTS, Later, opened
 from base.untrusted import parse_json, refuse_pickle
 from data.hugging_face import TOKENIZER
-from data.load_tokenizer import Ids, find_tokenizer, have_same_ids
+from data.load_tokenizer import AnyTokenizer, Ids, find_tokenizer, have_same_ids
 from longhaul import optimizers
 from longhaul.checkpoint.format import (
     MANIFEST,
@@ -136,22 +136,16 @@ def newest(folder: Path) -> Path:
     return steps[-1]
 
 
-def trained_ids(folder: Path, checkpoint: Checkpoint | None) -> Ids:
-    """What is known of the ids that a model was trained on: what its run recorded, and the
-    tokenizer beside its checkpoints, or the tokenizer.json of a Hugging Face folder.
-    """
-    if checkpoint is None:
-        path = folder / TOKENIZER
-        return Ids(path=path if path.is_file() else None)
-    recorded = checkpoint.identity or {}
-    return Ids(recorded.get("tokenizer"), find_tokenizer(folder.parent))
-
-
-def check_ids(folder: Path, checkpoint: Checkpoint | None, given: Ids, name: str):
+def check_ids(folder: Path, checkpoint: Checkpoint | None, given: Ids | AnyTokenizer, name: str):
     """ValueError if the data or the tokenizer that is called `name` has other ids than those that
-    the model in a folder was trained on. Where nobody knows those, all is allowed.
+    the model in a folder was trained on: by what its run recorded and the tokenizer beside its
+    checkpoints, or by the tokenizer.json of a Hugging Face folder. Without any, all is allowed.
     """
-    trained = trained_ids(folder, checkpoint)
+    path = folder / TOKENIZER
+    trained = Ids(path=path if path.is_file() else None)
+    if checkpoint is not None:
+        recorded = checkpoint.identity or {}
+        trained = Ids(recorded.get("tokenizer"), find_tokenizer(folder.parent))
     if trained == Ids() or have_same_ids(trained, given):
         return
     raise ValueError(
@@ -263,12 +257,7 @@ def _stored_shards(checkpoint: Checkpoint, model: Decoder) -> dict[str, Shard]:
     if checkpoint.model_config.get("attention_type") == model.config.attention.name:
         return shards
     added = set(attention_kind(model.config).starts_fresh)
-    stored = checkpoint.tensors()
-    return {
-        name: shard
-        for name, shard in shards.items()
-        if name in stored or added.isdisjoint(name.split("."))
-    }
+    return {name: shard for name, shard in shards.items() if added.isdisjoint(name.split("."))}
 
 
 def _create_optimizer_state(state: TrainState, checkpoint: Checkpoint):

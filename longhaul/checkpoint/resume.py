@@ -150,12 +150,6 @@ def read_record(folder: Path) -> dict | None:
 # ---- the checkpoint that a run continues
 
 
-def check_continued(checkpoint: Checkpoint, cfg: TrainConfig):
-    """CheckpointError or ValueError unless a run of `cfg` can continue the checkpoint."""
-    check_complete(checkpoint, cfg)
-    check_settings(checkpoint, cfg)
-
-
 def check_complete(checkpoint: Checkpoint, cfg: TrainConfig):
     """CheckpointError if a manifest lacks what a resume of the program of `cfg` needs, or has a
     setting that the program does not have. Nothing is made up: the learning rate, every random draw
@@ -176,10 +170,11 @@ def check_complete(checkpoint: Checkpoint, cfg: TrainConfig):
         )
 
 
-def check_settings(checkpoint: Checkpoint, cfg: TrainConfig):
-    """ValueError if a resume would change how weights are updated and --resume does not name
-    the checkpoint.
+def check_continued(checkpoint: Checkpoint, cfg: TrainConfig):
+    """CheckpointError unless the checkpoint is complete, and ValueError if a resume would change
+    how weights are updated and --resume does not name the checkpoint.
     """
+    check_complete(checkpoint, cfg)
     changed = changed_settings(checkpoint, cfg)
     words = [
         f"--{name}: recorded {old}, now {new}"

@@ -343,8 +343,12 @@ def _check_finite(folder: Path, weights: dict[str, Later]):
 
 def check_tokenizer(start: Start, dataset: Dataset):
     """ValueError if the data's ids are not those that the weights were trained on."""
-    given = Ids(dataset.tokenizer_sha256, dataset.tokenizer_path)
-    load.check_ids(start.folder, start.checkpoint, given, f"the data in {dataset.path}")
+    load.check_ids(
+        start.folder,
+        start.checkpoint,
+        Ids(dataset.tokenizer_sha256, dataset.tokenizer_path),
+        f"the data in {dataset.path}",
+    )
 
 
 def load_into(model: Decoder, start: Start):

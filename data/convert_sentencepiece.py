@@ -22,7 +22,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from data.hugging_face import hash_of
 from data.tokenizer import SPACE_MARK, read_model
 
 # SentencePiece.Type
@@ -78,7 +77,7 @@ def tokenizer_json(path: Path) -> dict:
             "fuse_unk": False,
             "byte_fallback": True,
             "ignore_merges": False,
-            "vocab": _vocabulary(pieces),
+            "vocab": vocabulary(pieces),
             "merges": merges(pieces),
         },
     }
@@ -87,11 +86,6 @@ def tokenizer_json(path: Path) -> dict:
 def read_pieces(path: Path) -> list[Piece]:
     """The tokens of a sentencepiece model, by their ids. Raises ValueError if it is malformed."""
     return [Piece(one.piece, one.score, one.type) for one in read_model(path).pieces]
-
-
-def hash_as_json(path: Path) -> str:
-    """The hash of the map from tokens to ids that `tokenizer_json` of this model has."""
-    return hash_of(_vocabulary(read_pieces(path)))
 
 
 def merges(pieces: list[Piece]) -> list[list[str]]:
@@ -121,7 +115,8 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
     return [piece for piece in pieces if piece.kind == NORMAL and len(piece.text) > 1]
 
 
-def _vocabulary(pieces: list[Piece]) -> dict[str, int]:
+def vocabulary(pieces: list[Piece]) -> dict[str, int]:
+    """{token: id} as `tokenizer_json` has it."""
     return {piece.text: index for index, piece in enumerate(pieces)}
 
 

@@ -11,7 +11,6 @@ token that ends a document. `transformers` opens a folder that has both.
 """
 
 import functools
-import hashlib
 import importlib.util
 import json
 import re
@@ -21,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from base.untrusted import read_json, refuse_pickle
-from data.tokenizer import StreamDecoder, known_ids, require_encodable
+from data.tokenizer import StreamDecoder, hash_of, known_ids, require_encodable
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -213,29 +212,9 @@ def _vocabulary(model: dict) -> dict[str, int]:
     return vocab
 
 
-def hash_of(ids: dict[str, int]) -> str:
-    """The SHA-256 of a map from tokens to ids, whatever its order."""
-    pairs = sorted((index, token) for token, index in ids.items())
-    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
-
-
 def is_json(path: Path) -> bool:
     """Whether a file is a tokenizer.json by its suffix, in whatever case."""
     return path.suffix.lower() == ".json"
-
-
-def hash_of_file(path: Path) -> str:
-    """The hash of the map from tokens to ids in a tokenizer.json.
-
-    Needs no library, so that training can compare tokenizers without `tokenizers`.
-    """
-    return hash_of(read_tokenizer(path)[1])
-
-
-def hash_of_folder(folder: Path) -> str | None:
-    """The hash of the tokenizer in a Hugging Face folder, None if there is no tokenizer.json."""
-    path = folder / TOKENIZER
-    return hash_of_file(path) if path.is_file() else None
 
 
 def is_cuttable(content: dict) -> bool:

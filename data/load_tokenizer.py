@@ -1,11 +1,14 @@
-"""Opens a tokenizer of either kind: a sentencepiece model, or a tokenizer.json of Hugging Face."""
+"""Opens a tokenizer of either kind, a sentencepiece model or a tokenizer.json of Hugging Face, and
+says whether two have the same ids.
+"""
 
 from pathlib import Path
+from typing import NamedTuple
 
-from data import hugging_face
-from data.convert_sentencepiece import hash_as_json
+from data import convert_sentencepiece, hugging_face
 from data.hugging_face import HuggingFaceTokenizer
-from data.tokenizer import SENTENCEPIECE, Tokenizer
+from data.manifest import sha256_file
+from data.tokenizer import SENTENCEPIECE, Tokenizer, hash_of
 
 AnyTokenizer = Tokenizer | HuggingFaceTokenizer
 
@@ -45,14 +48,45 @@ def find_tokenizer(folder: Path) -> Path | None:
     return None
 
 
-def hash_of_ids(path: Path) -> str:
-    """The hash of the map from tokens to ids, which a sentencepiece model shares with the
-    tokenizer.json that an export makes of it.
-    """
-    return hugging_face.hash_of_file(path) if hugging_face.is_json(path) else hash_as_json(path)
-
-
 def require_usable(path: Path) -> None:
     """Raise ValueError if the library that this file needs is not installed."""
     if hugging_face.is_json(path):
         hugging_face.require_installed()
+
+
+# ---- which ids
+
+
+class Ids(NamedTuple):
+    """What is known of the ids of data or of a model: the hash of their tokenizer that was
+    recorded, and its file. A tokenizer knows both of itself.
+    """
+
+    sha256: str | None = None
+    path: Path | None = None
+
+
+def have_same_ids(one: Ids | AnyTokenizer, other: Ids | AnyTokenizer) -> bool:
+    """Whether an id means the same token in both; nobody can say it if neither has a hash."""
+    return one.sha256 == other.sha256 or not _hashes(one).isdisjoint(_hashes(other))
+
+
+def _hashes(ids: Ids | AnyTokenizer) -> set[str]:
+    """All hashes by which a tokenizer is recorded: that of a sentencepiece model's file, and that
+    of the map from tokens to ids, which it shares with its export as a tokenizer.json.
+    """
+    found = set()
+    if ids.path is not None:
+        found = {sha256_file(ids.path), hash_of_ids(ids.path)}
+    if ids.sha256 is None or ids.sha256 in found:
+        return found
+    return {ids.sha256}  # the file is another one by now
+
+
+def hash_of_ids(path: Path) -> str:
+    """The hash of a tokenizer's map from tokens to ids. It needs no library of Hugging Face."""
+    if hugging_face.is_json(path):
+        _, ids = hugging_face.read_tokenizer(path)
+    else:
+        ids = convert_sentencepiece.vocabulary(convert_sentencepiece.read_pieces(path))
+    return hash_of(ids)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.dataset import ENDLESS, Dataset, in_words, open_dataset
-from data.load_tokenizer import hash_of_ids
+from data.load_tokenizer import Ids, have_same_ids
 from data.loader import Batch, Loader, Order
 from data.packing import too_short
 
@@ -138,21 +138,13 @@ def open_corpora(data: str) -> tuple[Corpus, ...]:
 def check_same_ids(first: Dataset, other: Dataset) -> None:
     """Raise ValueError unless an id means the same in both datasets."""
     same_size = (first.vocab_size, first.eod_id) == (other.vocab_size, other.eod_id)
-    if same_size and _have_one_tokenizer(first, other):
+    ids = [Ids(one.tokenizer_sha256, one.tokenizer_path) for one in (first, other)]
+    if same_size and have_same_ids(*ids):
         return
     remedy = f"prepare both with one tokenizer: add --tokenizer {first.tokenizer_path}"
     if first.tokenizer_path is None:
         remedy = "write both with the same ids"
     raise ValueError(f"{first.path} and {other.path} have different tokenizers: {remedy}")
-
-
-def _have_one_tokenizer(first: Dataset, other: Dataset) -> bool:
-    """Whether the hashes are equal, or one is a sentencepiece model and the other its export."""
-    if first.tokenizer_sha256 == other.tokenizer_sha256:
-        return True
-    if first.tokenizer_path is None or other.tokenizer_path is None:
-        return False
-    return hash_of_ids(first.tokenizer_path) == hash_of_ids(other.tokenizer_path)
 
 
 def fingerprint(corpora: Sequence[Corpus]) -> str:

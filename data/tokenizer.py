@@ -10,6 +10,7 @@ import functools
 import hashlib
 import io
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -308,6 +309,12 @@ class StreamDecoder:
         """What is left; U+FFFD for an unfinished character."""
         written = self._decode(self._before)
         return self._decode([*self._before, *self._waiting])[len(written) :]
+
+
+def hash_of(ids: dict[str, int]) -> str:
+    """The SHA-256 of a map from tokens to ids, whatever its order."""
+    pairs = sorted((index, token) for token, index in ids.items())
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
 
 def known_ids(ids: Iterable[int], vocab_size: int) -> list[int]:

@@ -20,6 +20,7 @@ import numpy as np
 from base import durable
 from data import hugging_face
 from data.dataset import Dataset, Split
+from data.load_tokenizer import hash_of_ids
 from data.losses import NONE, Loss
 from data.manifest import (
     MANIFEST,
@@ -397,6 +398,6 @@ def _store_tokenizer(folder: Path, tokenizer: Path | str | None) -> dict | None:
     stored = _store(folder / hugging_face.TOKENIZER, tokenizer.read_bytes())
     stored_settings = _store(folder / hugging_face.SETTINGS, settings.read_bytes())
     return stored.record() | {
-        "ids_sha256": hugging_face.hash_of_folder(folder),
+        "ids_sha256": hash_of_ids(stored.path),
         "settings": stored_settings.record(),
     }

@@ -147,24 +147,32 @@ def stored_model(folder: Path, **overrides) -> tuple[Decoder, dict[str, Later]]:
     return decoder, _weights(decoder, stored, folder)
 
 
+def stored_weights(folder: Path, config: ModelConfig) -> dict[str, Later]:
+    """The same weights for a model of `config`, which has the geometry of the folder's."""
+    stored = _stored(folder)
+    _check_size(vars(config), stored, folder)
+    with torch.device("meta"):
+        decoder = kernels.decoder(config)
+    return _weights(decoder, stored, folder)
+
+
 def load_into(decoder: Decoder, folder: str | Path) -> None:
     """Overwrite the parameters of a built decoder, sharded (DTensor) or whole, keeping their dtype.
 
     ValueError if the geometry differs; rotary settings may.
     """
     folder = Path(folder)
-    check_geometry(decoder.config, folder)
+    check_geometry(decoder.config, ModelConfig(**read_config(folder)), folder)
     _fill(decoder, _weights(decoder, _stored(folder), folder))
 
 
-def check_geometry(config: ModelConfig, folder: Path) -> None:
-    """ValueError if the folder's weights do not fit `config`."""
-    fields = read_config(folder)
+def check_geometry(config: ModelConfig, stored: ModelConfig, folder: Path) -> None:
+    """ValueError if the folder's weights, of a model `stored`, do not fit `config`."""
     for name in SHAPE:
-        ours = getattr(config, name)
-        if fields[name] != ours:
+        ours, theirs = getattr(config, name), getattr(stored, name)
+        if theirs != ours:
             raise ValueError(
-                f"{folder} has {name}={fields[name]} and this model {ours}: "
+                f"{folder} has {name}={theirs} and this model {ours}: "
                 "choose the model size and overrides of the folder"
             )
 

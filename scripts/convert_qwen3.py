@@ -34,7 +34,7 @@ from data.writer import require_new
 from longhaul import cli, qwen3
 from longhaul.checkpoint import start
 from longhaul.checkpoint.format import Checkpoint, model_config
-from longhaul.checkpoint.load import check_tokenizer, newest, stored_weights, verified
+from longhaul.checkpoint.load import check_ids, newest, stored_weights, verified
 from longhaul.checkpoint.save import save_weights
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
@@ -135,7 +135,8 @@ def export_hf(source: Path, output: Path, dtype: str, tokenizer: str = "", eod: 
         print(f"attention_type={config.attention.name} is exported as full attention")
 
     context = qwen3.readable_context(config, start.trained_context(checkpoint))
-    weights = {name: cast(weight, dtype) for name, weight in stored_weights(checkpoint).items()}
+    stored = stored_weights(checkpoint, config)
+    weights = {name: cast(weight, dtype) for name, weight in stored.items()}
     found = tokenizer_of(checkpoint, tokenizer, eod)
     usual = sampling(found, config.vocab_size)
     ending = found or own_tokenizer(checkpoint, eod)
@@ -229,7 +230,7 @@ def tokenizer_of(checkpoint: Checkpoint, given: str, eod: str) -> AnyTokenizer |
             "weights only"
         )
     tokenizer = load_tokenizer(path, eod or end_token(run, Path(path)))
-    check_tokenizer(checkpoint, tokenizer.sha256, tokenizer.path, f"--tokenizer {path}")
+    check_ids(checkpoint.folder, checkpoint, tokenizer, f"--tokenizer {path}")
     return tokenizer
 
 

@@ -28,6 +28,7 @@ from base.machine import peak_memory_gib
 from base.untrusted import read_json
 from data.corpus import prepare_embedded
 from data.dataset import Dataset
+from data.load_tokenizer import Ids
 from data.mixture import EMBEDDED, Corpus, open_corpora
 from data.progress import bar, duration
 from longhaul import cli, flops, lengths
@@ -323,8 +324,8 @@ def open_data(opened: Opened, path: str) -> tuple[Corpus, ...]:
 
 def check_data(opened: Opened, dataset: Dataset):
     """ValueError unless the data have the ids that the model was trained on."""
-    given = f"--data {dataset.path}"
-    check_ids(opened, dataset.vocab_size, dataset.tokenizer_sha256, dataset.tokenizer_path, given)
+    ids = Ids(dataset.tokenizer_sha256, dataset.tokenizer_path)
+    check_ids(opened, dataset.vocab_size, ids, f"--data {dataset.path}")
 
 
 def check_context(given: int, dataset: Dataset):

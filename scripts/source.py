@@ -14,13 +14,12 @@ import torch
 from base.flags import PRECISIONS, precision, spellings
 from base.untrusted import refuse_pickle
 from data import origin
-from data.hugging_face import hash_of_folder
-from data.load_tokenizer import AnyTokenizer, find_tokenizer, hash_of_ids, load_tokenizer
+from data.load_tokenizer import AnyTokenizer, Ids, find_tokenizer, load_tokenizer
 from data.losses import Outspoken
 from longhaul import cli, qwen3
-from longhaul.checkpoint import start
+from longhaul.checkpoint import load, start
 from longhaul.checkpoint.format import Checkpoint, model_config
-from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
+from longhaul.checkpoint.load import load_model, newest, verified
 from longhaul.cli import flag
 from longhaul.kinds import WEIGHTLESS, read_with
 from model import Decoder, ModelConfig
@@ -122,27 +121,16 @@ def tokenizer_of(source: Source | start.Start, path: str = "", otherwise: str = 
     if found is None:
         raise ValueError(f"{folder} has no tokenizer: give --tokenizer PATH{otherwise}")
     tokenizer = load_tokenizer(found)
-    check_ids(source, tokenizer.vocab_size, tokenizer.sha256, tokenizer.path, f"tokenizer {found}")
+    check_ids(source, tokenizer.vocab_size, tokenizer, f"tokenizer {found}")
     return Outspoken(tokenizer)
 
 
-def check_ids(
-    source: Source | start.Start,
-    vocab_size: int,
-    sha256: str | None,
-    tokenizer: Path | None,
-    given: str,
-):
-    """ValueError unless a tokenizer, of this hash and in this file, has the ids that the model was
-    trained on; `given` names it.
-    """
-    folder = source.tokenizer_folder
-    if source.checkpoint is not None:
-        check_tokenizer(source.checkpoint, sha256, tokenizer, given)
-    theirs = hash_of_folder(folder) if source.checkpoint is None else None
-    is_other = theirs and tokenizer and theirs != hash_of_ids(tokenizer)
-    if is_other or vocab_size > source.config.vocab_size:
+def check_ids(source: Source | start.Start, vocab_size: int, ids: Ids | AnyTokenizer, given: str):
+    """ValueError unless a tokenizer has the ids that the model was trained on; `given` names it."""
+    load.check_ids(source.folder, source.checkpoint, ids, given)
+    known = source.config.vocab_size
+    if vocab_size > known:
         raise ValueError(
-            f"{given} has other ids than {folder}, which knows {source.config.vocab_size:,}: "
-            f"prepare or generate text with --tokenizer {folder}"
+            f"{given} has {vocab_size:,} ids, and {source.folder} knows {known:,}: prepare or "
+            f"generate text with --tokenizer {source.tokenizer_folder}"
         )

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from data.convert_sentencepiece import hash_as_json, last_parts, read_pieces, tokenizer_json
-from data.hugging_face import hash_of_file
+from data.convert_sentencepiece import last_parts, read_pieces, tokenizer_json
+from data.load_tokenizer import hash_of_ids
 from data.tokenizer import TRAIN_SETTINGS, Tokenizer, train
 from tests.test_data_tokenizer import DIFFICULT, TRAINING
 
@@ -150,7 +150,7 @@ def test_ids_that_are_no_text_decode_to_it_as_far_as_they_are_utf8(small, tmp_pa
 def test_the_hash_is_that_of_the_written_file(small, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(tokenizer_json(small.path)))
-    assert hash_as_json(small.path) == hash_of_file(path)
+    assert hash_of_ids(small.path) == hash_of_ids(path)
 
 
 # ---- refusals

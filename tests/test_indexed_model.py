@@ -167,11 +167,12 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(stop, tmp_path):
 @pytest.mark.parametrize("warmup, step_saved", [(5, 4), (2, 3)], ids=["longer", "shorter"])
 def test_the_end_of_a_warm_up_that_is_past_cannot_change(warmup, step_saved, tmp_path):
     before, _ = trained(settings(indexer_warmup=3), step_saved)
-    checkpoint = load.verified(save.save(before, tmp_path, {}))
+    about = {"identity": {}, "rows_per_step": 1, "threads": 1, "torch": ""}
+    checkpoint = load.verified(save.save(before, tmp_path, about))
     changed = settings(indexer_warmup=warmup, resume="named")
     with pytest.raises(ValueError, match="with 3, and a warm-up can .* give --indexer_warmup 3"):
-        resume.check_settings(checkpoint, changed)
-    resume.check_settings(checkpoint, settings(indexer_warmup=3))
+        resume.check_continued(checkpoint, changed)
+    resume.check_continued(checkpoint, settings(indexer_warmup=3))
 
 
 def test_a_checkpoint_that_does_not_say_how_far_heads_turn_is_refused(tmp_path):

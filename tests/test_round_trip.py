@@ -18,11 +18,11 @@ import train
 from base import durable
 from data import prepare
 from data.dataset import Dataset
-from data.load_tokenizer import hash_of_ids, load_tokenizer
+from data.load_tokenizer import Ids, hash_of_ids, load_tokenizer
 from data.mixture import check_same_ids
 from longhaul import qwen3
 from longhaul.checkpoint import start
-from longhaul.checkpoint.load import has_other_ids, newest, verified
+from longhaul.checkpoint.load import check_ids, newest, verified
 from longhaul.checkpoint.save import save
 from longhaul.config import TrainConfig
 from longhaul.dist import World
@@ -213,8 +213,10 @@ def test_a_sentencepiece_model_and_its_export_are_one_tokenizer_in_both_directio
     for trained_with in hashes:
         checkpoint = dataclasses.replace(stored, identity={"tokenizer": trained_with})
         for file, sha256 in zip(files, hashes):
-            assert not has_other_ids(checkpoint, sha256, file)
-        assert has_other_ids(checkpoint, "0" * 64, None)
+            check_ids(stored.folder, checkpoint, Ids(sha256, file), "it")
+        for other in (Ids("0" * 64), Ids()):
+            with pytest.raises(ValueError, match="tokenizer"):
+                check_ids(stored.folder, checkpoint, other, "it")
 
     renamed = shutil.copy(files[1], tmp_path / "renamed.json")
     assert hash_of_ids(Path(renamed)) == hash_of_ids(files[0]) == hashes[1]

@@ -68,7 +68,7 @@ def imported(source: Path, output: Path, dtype: str):
 
 def exported(run: Path, output: Path):
     checkpoint = described(newest(run))
-    weights = stored_weights(checkpoint)
+    weights = stored_weights(checkpoint, model_config(checkpoint))
     qwen3.write_hf(model_config(checkpoint), weights, output, shard_bytes=SHARD)
 
 

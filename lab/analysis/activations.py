@@ -133,10 +133,10 @@ def run(
     model: Decoder, tokens_BT: Tensor, last: int, *, doc_ids: Tensor | None = None, chunk: int = 0
 ) -> None:
     """One forward up to layer `last`, for what hooks make of it: without gradients, and without
-    the vocabulary.
+    the vocabulary. Tokens may also be embeddings [B, T, D].
     """
     scorer = ModelScorer(up_to(model, last), model.embed.weight.device, chunk)
-    asks_nothing = torch.full_like(tokens_BT, IGNORE)
+    asks_nothing = torch.full(tokens_BT.shape[:2], IGNORE)
     scorer.figures(Item(tokens_BT, asks_nothing, doc_ids=doc_ids), _no_figures)
 
 

@@ -27,7 +27,7 @@ from lab.analysis import run
 from lab.analysis.autoencoder import Autoencoder
 from lab.analysis.config import AnalysisConfig, Measures
 from lab.analysis.distance import has_distances
-from lab.analysis.patching import Pairs, Patching
+from lab.analysis.patching import PATCHED, Pairs, Patching
 from lab.analysis.precision import at_precision
 from lab.analysis.samples import Rows
 from longhaul import kernels
@@ -208,13 +208,14 @@ class FakePrompts(Patching):
         super()._mean_difference(tokens_BT)
         return float(tokens_BT is self.pairs.clean_BT)
 
-    def _patched_rows(self, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of one forward, which is as large as any."""
+    def _patched_rows(
+        self, pairs: Pairs, differs_2BT: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Those of one forward from position 0, which is as large as any."""
         B, T = pairs.clean_BT.shape
-        R = min(self.rows, B * len(self.columns))
-        prompt_R = torch.zeros(R, dtype=torch.long, device="cpu")
-        where_RT = torch.zeros((R, T), dtype=torch.bool, device="cpu")
-        return prompt_R.clone(), prompt_R, where_RT
+        R = min(self.rows, len(PATCHED) * B * len(self.columns))
+        rows_R3 = torch.zeros((R, 3), dtype=torch.long, device="cpu")
+        yield rows_R3, torch.zeros((R, T), dtype=torch.bool, device="cpu"), 0
 
 
 def built(config: ModelConfig, device: str) -> Decoder:
@@ -285,7 +286,7 @@ def patching(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:
         most_spans=measures.spans,
         chunk=measures.chunk,
     )
-    found.layer(0)
+    found.effects([0])
 
 
 def costs(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:

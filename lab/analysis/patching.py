@@ -15,10 +15,11 @@ Letters: B pairs of prompts, T tokens of a prompt, R rows of a forward, C column
 model width, V vocabulary.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,8 +38,7 @@ from lab.analysis.activations import (
     stream,
 )
 from longhaul.evals.copies import distance_to_copy
-from longhaul.evals.score import Item, ModelScorer
-from model import IGNORE, Decoder
+from model import Decoder, KVCache
 
 PATCHED = ("attention", "mlp")
 LEAST_DIFFERENCE = 0.1  # |d_clean - d_corrupt| in logits; below it a ratio to it is noise
@@ -154,34 +154,24 @@ def logit_differences(
     answer_R: Tensor,
     foil_R: Tensor,
     chunk: int = 0,
+    cache: KVCache | None = None,
 ) -> Tensor:
     """Logit of the answer - logit of the foil at the last position, fp32 [R] on the device.
 
-    No other logit is computed. With `chunk` a row passes in parts over the KV cache, one at a time.
-    Tokens may also be embeddings [R, T, D].
+    No other logit is computed. The tokens continue what the cache holds; with `chunk` they pass in
+    parts over it. Tokens may also be embeddings [R, T, D].
     """
     device = model.embed.weight.device
-    scorer = ModelScorer(model, device, chunk)
-    R, T = tokens_RT.shape[:2]
-    if chunk and R > 1:
-        rows = zip(tokens_RT[:, None], answer_R[:, None], foil_R[:, None], strict=True)
-        return torch.cat([logit_differences(model, *row, chunk) for row in rows])
+    tokens_RT = tokens_RT.to(device)
+    for part_Rt in tokens_RT.split(chunk or tokens_RT.shape[1], 1):
+        last_RD = model.hidden(part_Rt, cache=cache)[:, -1]
 
-    def at_the_end(
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        _,
-    ) -> Tensor:
-        """The difference after the tokens that passed, [1, N]."""
-        last_RD = hidden_ND.unflatten(0, (R, -1))[:, -1].float()
+    def difference(hidden_RD: Tensor, weight_VD: Tensor) -> Tensor:
         answers_RD = weight_VD[answer_R.to(device)].float()
         foils_RD = weight_VD[foil_R.to(device)].float()
-        difference_R = (last_RD * (answers_RD - foils_RD)).sum(1)
-        return difference_R.repeat_interleave(len(hidden_ND) // R)[None]
+        return (hidden_RD.float() * (answers_RD - foils_RD)).sum(1)
 
-    asks_nothing = torch.full((R, T), IGNORE)
-    figures_1N = scorer.figures(Item(tokens_RT, asks_nothing), at_the_end)
-    return figures_1N.view(R, T)[:, -1]
+    return model.lm_head(last_RD, difference)
 
 
 class Patching:
@@ -216,24 +206,24 @@ class Patching:
             self._require_finite()
         check_difference(self.clean, self.corrupt)
 
-    def layer(self, layer: int) -> Tensor:
-        """The effects of a layer's attention and MLP, float64 [2, C] on the host."""
-        gains_2C = torch.zeros(len(PATCHED), len(self.columns), dtype=torch.float64)
-        B = len(self.pairs.clean_BT)
-        for start in range(0, B, self.rows):
-            part = Pairs(*(x[start : start + self.rows] for x in self.pairs))
-            gains_2C += self._gains(part, layer)
-        return gains_2C / B / (self.clean - self.corrupt)
-
     def effects(self, layers: Sequence[int]) -> "Effects":
-        """The table of these layers."""
-        dtype = self.model.config.compute_dtype
-        with bar(f"patching in {dtype}", len(layers)) as progress:
-            values = []
-            for layer in layers:
-                values += self.layer(layer).flatten().tolist()
-                progress.update()
+        """The table of these layers, which rise: what enters a layer is read from where the last
+        one began, so that no layer reads the prompts twice.
+        """
         B, T = self.pairs.clean_BT.shape
+        gains_L2C = torch.zeros(len(layers), len(PATCHED), len(self.columns), dtype=torch.float64)
+        what = f"patching in {self.model.config.compute_dtype}"
+        with bar(what, B * len(layers)) as progress:
+            for part in zip(*(x.split(self.rows) for x in self.pairs), strict=True):
+                pairs = Pairs(*part)
+                entering = pairs.clean_BT, pairs.corrupt_BT
+                for number, (last, layer) in enumerate(itertools.pairwise((0, *layers))):
+                    before = behind(self.model, last)
+                    clean, corrupt = (self._read(before, x, layer - last) for x in entering)
+                    gains_L2C[number] += self._gains(pairs, layer, clean, corrupt)
+                    entering = clean[ENTERING], corrupt[ENTERING]
+                    progress.update(len(pairs.answer_B))
+        values = (gains_L2C / B / (self.clean - self.corrupt)).flatten().tolist()
         return Effects(tuple(layers), self.columns, tuple(values), self.clean, self.corrupt, B, T)
 
     def _require_finite(self):
@@ -242,55 +232,65 @@ class Patching:
                 require_finite(self.model, (tokens_RT, None), self.chunk)
 
     def _mean_difference(self, tokens_BT: Tensor) -> float:
-        return self._differences(tokens_BT, self.pairs).double().mean().item()
+        prompts = tokens_BT, *self.pairs[2:]
+        found = []
+        for tokens_RT, *asked in zip(*(x.split(self.rows) for x in prompts), strict=True):
+            cache = self._new_cache(self.model, len(tokens_RT))
+            found.append(logit_differences(self.model, tokens_RT, *asked, self.chunk, cache))
+        return torch.cat(found).double().mean().item()
 
-    def _differences(
+    def _gains(
         self,
-        tokens_BT: Tensor,
         pairs: Pairs,
+        layer: int,
+        clean: dict[str, Tensor],
+        corrupt: dict[str, Tensor],
     ) -> Tensor:
-        parts = zip(
-            tokens_BT.split(self.rows),
-            pairs.answer_B.split(self.rows),
-            pairs.foil_B.split(self.rows),
-            strict=True,
-        )
-        return torch.cat([logit_differences(self.model, *part, self.chunk) for part in parts])
-
-    def _gains(self, pairs: Pairs, layer: int) -> Tensor:
         """What patching adds to the difference of the corrupt prompts, summed over them: [2, C].
 
-        The layers before this one run once: a patched run begins with what they give. Rows are
-        pairs of a column and a prompt.
+        The layers before this one run once: a patched run begins with what they give, and with the
+        first position that is patched. Rows are triples of a site, a column and a prompt.
         """
-        clean = self._read(pairs.clean_BT, layer)
-        corrupt = self._read(pairs.corrupt_BT, layer)
         rest = behind(self.model, layer)
-        column_R, prompt_R, where_RT = self._patched_rows(pairs)
+        whole = self._new_cache(rest, len(pairs.clean_BT))
+        entering_BTD = corrupt[ENTERING]
+        unpatched_B = logit_differences(rest, entering_BTD, *pairs[2:], self.chunk, whole)
 
-        def differences(prompts_R: Tensor) -> Tensor:
-            asked = pairs.answer_B[prompts_R], pairs.foil_B[prompts_R]
-            entering_RTD = corrupt[ENTERING][prompts_R]
-            return logit_differences(rest, entering_RTD, *asked, self.chunk)
-
-        unpatched_B = differences(torch.arange(len(pairs.answer_B)))
         gains_2C = torch.zeros(len(PATCHED), len(self.columns), dtype=torch.float64)
-        for rows_R in torch.arange(len(prompt_R)).split(self.rows):
-            prompts_R = prompt_R[rows_R]
-            for number, site in enumerate(PATCHED):
-                clean_RTD = clean[site][prompts_R]
-                with replaced(self.model, layer, site, patch(clean_RTD, where_RT[rows_R])):
-                    patched_R = differences(prompts_R)
+        differs_2BT = torch.stack([(clean[site] != corrupt[site]).any(2) for site in PATCHED])
+        for rows_R3, where_RT, first in self._patched_rows(pairs, differs_2BT.cpu()):
+            site_R, column_R, prompt_R = rows_R3.T
+            cache = self._before(rest, whole, prompt_R, first)
+            asked = pairs.answer_B[prompt_R], pairs.foil_B[prompt_R]
+            entering_RtD = entering_BTD[prompt_R, first:]
+            with contextlib.ExitStack() as hooks:
+                for number, site in enumerate(PATCHED):
+                    here_RT = where_RT & (site_R == number)[:, None]
+                    function = patch(clean[site][prompt_R, first:], here_RT[:, first:])
+                    hooks.enter_context(replaced(self.model, layer, site, function))
+                patched_R = logit_differences(rest, entering_RtD, *asked, self.chunk, cache)
 
-                # what is the same in both prompts gains exactly nothing, whatever a batch rounds
-                differs_RT = (clean_RTD != corrupt[site][prompts_R]).any(2).cpu()
-                is_same_R = ~(differs_RT & where_RT[rows_R]).any(1)
-                gain_R = (patched_R - unpatched_B[prompts_R]).double().cpu()
-                gain_R.masked_fill_(is_same_R, 0)
-                gains_2C[number].index_add_(0, column_R[rows_R], gain_R)
+            gain_R = (patched_R - unpatched_B[prompt_R]).double().cpu()
+            gains_2C.index_put_((site_R, column_R), gain_R, accumulate=True)
         return gains_2C
 
-    def _read(self, tokens_BT: Tensor, layer: int) -> dict[str, Tensor]:
+    def _new_cache(self, model: Decoder, rows: int) -> KVCache | None:
+        """A cache for prompts; None for an attention that is read without one."""
+        if self.chunk or model.config.attention.name == "standard":
+            return model.new_cache(rows, self.pairs.clean_BT.shape[1])
+        return None
+
+    def _before(
+        self, rest: Decoder, whole: KVCache | None, prompt_R: Tensor, first: int
+    ) -> KVCache | None:
+        """A cache with what is before the first position that runs."""
+        cache = self._new_cache(rest, len(prompt_R))
+        if first:
+            for layer, corrupt in zip(cache.layers, whole.layers, strict=True):
+                layer.append(corrupt.k_BSGK[prompt_R, :first], corrupt.v_BSGK[prompt_R, :first])
+        return cache
+
+    def _read(self, model: Decoder, tokens_BT: Tensor, layer: int) -> dict[str, Tensor]:
         """What enters the layer, and what its attention and MLP add to it, [B, T, D] each."""
         parts: dict[str, list[Tensor]] = {name: [] for name in (ENTERING, *PATCHED)}
 
@@ -304,27 +304,37 @@ class Patching:
         def enter(inputs: tuple, _) -> None:
             parts[ENTERING].append(inputs[0])
 
-        with hooked(self.model.layers[layer], enter):
-            stream(self.model, tokens_BT, [layer], PATCHED, keep, chunk=self.chunk)
+        with hooked(model.layers[layer], enter):
+            stream(model, tokens_BT, [layer], PATCHED, keep, chunk=self.chunk)
         return {name: torch.cat(parts.pop(name), 1) for name in (ENTERING, *PATCHED)}
 
-    def _patched_rows(self, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
-        """Column and prompt [R] of each row, and the positions [R, T] at which it is patched."""
-        where_CBT = torch.stack([self._where(pairs, c) for c in range(len(self.columns))])
-        column_R, prompt_R = where_CBT.any(2).nonzero(as_tuple=True)
-        return column_R, prompt_R, where_CBT[column_R, prompt_R]
+    def _patched_rows(
+        self, pairs: Pairs, differs_2BT: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Site, column and prompt [R, 3] of the rows of each forward, the positions [R, T] at which
+        they are patched, and the first that has to run: rows that are patched early first. Only
+        standard attention keeps nothing but keys and values of those before it.
 
-    def _where(self, pairs: Pairs, column: int) -> Tensor:
-        """The positions [B, T] of a column at which the prompts can have other activations: not
-        before the first token that differs.
+        differs_2BT: where a site's activations differ. What is the same in both prompts is not
+        patched, and gains exactly nothing.
         """
-        differs_BT = pairs.clean_BT != pairs.corrupt_BT
-        if column == len(self.spans):
-            return differs_BT
-        begun_BT = differs_BT.cumsum(1) > 0
-        inside_T = torch.zeros(begun_BT.shape[1], dtype=torch.bool)
-        inside_T[self.spans[column]] = True
-        return begun_BT & inside_T
+        is_replaced_BT = pairs.clean_BT != pairs.corrupt_BT
+        where_CBT = is_replaced_BT.repeat(len(self.columns), 1, 1)
+        for column, span in enumerate(self.spans):
+            where_CBT[column] = False
+            where_CBT[column, :, span] = True
+        where_2CBT = where_CBT & differs_2BT[:, None]
+
+        rows_N3 = where_2CBT.any(3).nonzero()
+        if not len(rows_N3):
+            return
+        first_N = where_2CBT[*rows_N3.T].int().argmax(1)
+        order_N = first_N.argsort(stable=True)
+        is_standard = self.model.config.attention.name == "standard"
+        for number_R in order_N.split(self.rows):
+            rows_R3 = rows_N3[number_R]
+            first = int(first_N[number_R[0]]) if is_standard else 0
+            yield rows_R3, where_2CBT[*rows_R3.T], first
 
 
 def patch(clean_BTD: Tensor, where_BT: Tensor) -> Callable[[Tensor], Tensor]:

@@ -5,7 +5,6 @@ hashes that were written. A checkpoint that fails this check is renamed `.corrup
 """
 
 import functools
-import hashlib
 from pathlib import Path
 
 import torch
@@ -13,8 +12,8 @@ import torch
 from base import durable
 from base.tensors import WEIGHTS, Later, opened
 from base.untrusted import parse_json, refuse_pickle
-from data.load_tokenizer import find_tokenizer, hash_of_ids
-from data.tokenizer import SENTENCEPIECE
+from data.hugging_face import TOKENIZER
+from data.load_tokenizer import AnyTokenizer, Ids, find_tokenizer, have_same_ids
 from longhaul import optimizers
 from longhaul.checkpoint.format import (
     MANIFEST,
@@ -34,7 +33,7 @@ from longhaul.checkpoint.format import (
 from longhaul.kernels import decoder
 from longhaul.kinds import attention_kind
 from longhaul.step import TrainState
-from model import Decoder
+from model import Decoder, ModelConfig
 
 # ---- checking
 
@@ -44,15 +43,18 @@ def verified(folder: Path) -> Checkpoint:
     were checked; CheckpointError names the file and the block that are wrong.
     """
     checkpoint = described(folder)
-    for name, recorded in checkpoint.files.items():
-        _verify_file(folder / name, recorded)
+    verify(checkpoint)
     return checkpoint
 
 
+def verify(checkpoint: Checkpoint):
+    """Check the files of a checkpoint whose manifest was read; CheckpointError as in `verified`."""
+    for name, recorded in checkpoint.files.items():
+        _verify_file(checkpoint.folder / name, recorded)
+
+
 def described(folder: Path) -> Checkpoint:
-    """The checkpoint as its manifest describes it, for a rank that leaves the hashes to rank 0;
-    CheckpointError names what is wrong with the manifest.
-    """
+    """The checkpoint as its manifest describes it; CheckpointError names what is wrong with it."""
     refuse_pickle(folder)
     try:
         manifest = parse_json(durable.read_text(folder / MANIFEST).encode())
@@ -134,48 +136,23 @@ def newest(folder: Path) -> Path:
     return steps[-1]
 
 
-def tokenizer_beside(checkpoint: Checkpoint) -> Path:
-    """The tokenizer next to the checkpoints of a run."""
-    run = checkpoint.folder.parent
-    return find_tokenizer(run) or run / "tokenizer.model"
-
-
-def has_other_ids(checkpoint: Checkpoint, sha256: str | None, tokenizer: Path | None) -> bool:
-    """Whether a tokenizer, of this hash and in this file, is not the one that the model was trained
-    with. A sentencepiece model and the tokenizer.json that an export makes of it are the same.
-
-    A converted checkpoint knows its tokenizer only by the file next to it, if there is one.
+def check_ids(folder: Path, checkpoint: Checkpoint | None, given: Ids | AnyTokenizer, name: str):
+    """ValueError if the data or the tokenizer that is called `name` has other ids than those that
+    the model in a folder was trained on: by what its run recorded and the tokenizer beside its
+    checkpoints, or by the tokenizer.json of a Hugging Face folder. Without any, all is allowed.
     """
-    known = _known_hashes(checkpoint)
-    if not known or sha256 in known:
-        return False
-    return tokenizer is None or hash_of_ids(tokenizer) not in known
-
-
-def _known_hashes(checkpoint: Checkpoint) -> set[str]:
-    """The hashes that say which ids the model was trained on; none if nothing says it."""
-    beside = find_tokenizer(checkpoint.folder.parent)
-    if not checkpoint.identity:
-        return {hash_of_ids(beside)} if beside else set()
-
-    trained_with = checkpoint.identity.get("tokenizer")
-    if trained_with is None:
-        return set()
-    model = checkpoint.folder.parent / SENTENCEPIECE
-    if model.is_file() and hashlib.sha256(model.read_bytes()).hexdigest() == trained_with:
-        return {trained_with, hash_of_ids(model)}
-    return {trained_with}
-
-
-def check_tokenizer(checkpoint: Checkpoint, sha256: str | None, tokenizer: Path | None, given: str):
-    """CheckpointError if a tokenizer, of this hash and in this file, is not the one that the model
-    was trained with; `given` names it.
-    """
-    if has_other_ids(checkpoint, sha256, tokenizer):
-        raise CheckpointError(
-            f"{given} has a different tokenizer from the data that {checkpoint.folder} was trained "
-            f"on: prepare or generate text with --tokenizer {tokenizer_beside(checkpoint)}"
-        )
+    path = folder / TOKENIZER
+    trained = Ids(path=path if path.is_file() else None)
+    if checkpoint is not None:
+        recorded = checkpoint.identity or {}
+        trained = Ids(recorded.get("tokenizer"), find_tokenizer(folder.parent))
+    if trained == Ids() or have_same_ids(trained, given):
+        return
+    raise ValueError(
+        f"{name} has another tokenizer than the one that {folder} was trained with, so its ids "
+        "mean other tokens: prepare the data (python -m data.prepare), or generate text, with "
+        f"--tokenizer {trained.path or 'FILE, a copy of that one'}"
+    )
 
 
 # ---- filling
@@ -205,7 +182,10 @@ def load_model(
     as it is read.
     """
     given = {"compute_dtype": dtype, "kernels": kernels, "attention": attention}
-    model = _skeleton(checkpoint, **{name: value for name, value in given.items() if value})
+    overrides = {name: value for name, value in given.items() if value}
+    with checkpoint_errors(checkpoint.folder), torch.device("meta"):
+        model = decoder(model_config(checkpoint, **overrides))
+        check_held(checkpoint, named_shards(model))
     if weights is not None:
         model.to(weights)
     model.to_empty(device=device)
@@ -214,26 +194,21 @@ def load_model(
     return model
 
 
-def _skeleton(checkpoint: Checkpoint, **overrides) -> Decoder:
-    """The checkpoint's model on meta; CheckpointError unless the files hold all of it."""
-    with checkpoint_errors(checkpoint.folder), torch.device("meta"):
-        model = decoder(model_config(checkpoint, **overrides))
-        check_held(checkpoint, named_shards(model))
-    return model
-
-
-def stored_weights(checkpoint: Checkpoint) -> dict[str, Later]:
-    """The checkpoint's parameters by their names in a model, whole and in the dtype in which they
-    are stored, whatever number of ranks wrote them; each is read when it is asked for.
+def stored_weights(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Later]:
+    """The parameters that a model of `config` takes from the checkpoint, by their names in it,
+    whole and in the dtype in which they are stored, whatever number of ranks wrote them; each is
+    read when it is asked for.
 
     CheckpointError unless the files hold all of them.
     """
+    with checkpoint_errors(checkpoint.folder), torch.device("meta"):
+        shards = _stored_shards(checkpoint, decoder(config))
+        check_held(checkpoint, shards)
     weights = {}
     dtypes = _stored_dtypes(checkpoint)
-    for name, parameter in _skeleton(checkpoint).named_parameters():
-        stored = f"model.{name}"
-        read = functools.partial(_read_whole, checkpoint, stored, dtypes[stored])
-        weights[name] = Later(tuple(parameter.shape), dtypes[stored], read)
+    for name, shard in shards.items():
+        read = functools.partial(_read_whole, checkpoint, name, dtypes[name])
+        weights[name.removeprefix("model.")] = Later(shard.shape, dtypes[name], read)
     return weights
 
 
@@ -267,11 +242,6 @@ def _read_whole(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.
     return whole
 
 
-def check_weights(checkpoint: Checkpoint, model: Decoder):
-    """ValueError unless the files hold the model's parameters whole, in their shapes."""
-    check_held(checkpoint, _stored_shards(checkpoint, model))
-
-
 def load_weights(model: Decoder, checkpoint: Checkpoint):
     """Overwrite the parameters of a built model, sharded or whole, whatever number of ranks wrote
     the checkpoint. What its attention does not have keeps its values.
@@ -283,13 +253,11 @@ def _stored_shards(checkpoint: Checkpoint, model: Decoder) -> dict[str, Shard]:
     """The model's parameters without those that only its kind of attention has, if the checkpoint
     is of another kind.
     """
+    shards = named_shards(model)
+    if checkpoint.model_config.get("attention_type") == model.config.attention.name:
+        return shards
     added = set(attention_kind(model.config).starts_fresh)
-    stored = checkpoint.tensors()
-    return {
-        name: shard
-        for name, shard in named_shards(model).items()
-        if name in stored or added.isdisjoint(name.split("."))
-    }
+    return {name: shard for name, shard in shards.items() if added.isdisjoint(name.split("."))}
 
 
 def _create_optimizer_state(state: TrainState, checkpoint: Checkpoint):

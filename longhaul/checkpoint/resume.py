@@ -15,7 +15,6 @@ from data import order
 from data.loader import Order
 from longhaul import optim
 from longhaul.checkpoint.format import MANIFEST, Checkpoint, CheckpointError
-from longhaul.checkpoint.load import described
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind, recorded, settings_names
 from model import ModelConfig
@@ -151,14 +150,6 @@ def read_record(folder: Path) -> dict | None:
 # ---- the checkpoint that a run continues
 
 
-def continued(folder: Path, cfg: TrainConfig) -> Checkpoint:
-    """The checkpoint in `folder`, found complete and trained with the settings of `cfg`."""
-    checkpoint = described(folder)
-    check_complete(checkpoint, cfg)
-    check_settings(checkpoint, cfg)
-    return checkpoint
-
-
 def check_complete(checkpoint: Checkpoint, cfg: TrainConfig):
     """CheckpointError if a manifest lacks what a resume of the program of `cfg` needs, or has a
     setting that the program does not have. Nothing is made up: the learning rate, every random draw
@@ -179,10 +170,11 @@ def check_complete(checkpoint: Checkpoint, cfg: TrainConfig):
         )
 
 
-def check_settings(checkpoint: Checkpoint, cfg: TrainConfig):
-    """ValueError if a resume would change how weights are updated and --resume does not name
-    the checkpoint.
+def check_continued(checkpoint: Checkpoint, cfg: TrainConfig):
+    """CheckpointError unless the checkpoint is complete, and ValueError if a resume would change
+    how weights are updated and --resume does not name the checkpoint.
     """
+    check_complete(checkpoint, cfg)
     changed = changed_settings(checkpoint, cfg)
     words = [
         f"--{name}: recorded {old}, now {new}"

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from base.tensors import Later
 from base.untrusted import refuse_pickle
-from data import hugging_face, origin
+from data import origin
 from data.dataset import Dataset
-from data.load_tokenizer import hash_of_ids
-from longhaul import kernels, lengths, qwen3
+from data.load_tokenizer import Ids
+from longhaul import lengths, qwen3
 from longhaul.checkpoint import format, load, resume
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.cli import read_pairs
@@ -324,13 +322,12 @@ def check(start: Start, config: ModelConfig):
     reads every byte of them.
     """
     if start.checkpoint is None:
-        qwen3.check_geometry(config, start.folder)
-        _check_finite(start.folder, qwen3.stored_model(start.folder)[1])
-        return
-    load.verified(start.folder)
-    with format.checkpoint_errors(start.folder), torch.device("meta"):
-        load.check_weights(start.checkpoint, kernels.decoder(config))
-    _check_finite(start.folder, load.stored_weights(start.checkpoint))
+        qwen3.check_geometry(config, start.config, start.folder)
+        weights = qwen3.stored_weights(start.folder, config)
+    else:
+        load.verify(start.checkpoint)
+        weights = load.stored_weights(start.checkpoint, config)
+    _check_finite(start.folder, weights)
 
 
 def _check_finite(folder: Path, weights: dict[str, Later]):
@@ -345,32 +342,13 @@ def _check_finite(folder: Path, weights: dict[str, Later]):
 
 
 def check_tokenizer(start: Start, dataset: Dataset):
-    """ValueError if the data's ids are not those that the weights were trained on. A folder of
-    Hugging Face, or a checkpoint converted from one, says it only with its tokenizer.json.
-    """
-    if start.checkpoint is None or not start.checkpoint.identity:
-        check_same_ids(start.tokenizer_folder, dataset)
-        return
-    given = (dataset.tokenizer_sha256, dataset.tokenizer_path)
-    if load.has_other_ids(start.checkpoint, *given):
-        raise ValueError(
-            f"the data in {dataset.path} has another tokenizer than the data of {start.folder}: "
-            f"prepare it with --tokenizer {load.tokenizer_beside(start.checkpoint)}, or give the "
-            "--data of that run"
-        )
-
-
-def check_same_ids(folder: Path, dataset: Dataset):
-    """ValueError if a Hugging Face folder has a tokenizer, and it is not that of the data."""
-    theirs = hugging_face.hash_of_folder(folder)
-    if theirs is None or dataset.tokenizer_path is None:
-        return
-    if theirs != hash_of_ids(dataset.tokenizer_path):
-        raise ValueError(
-            f"the data in {dataset.path} has another tokenizer than --init_from {folder}, so the "
-            "weights mean nothing for its ids: run `python -m data.prepare --input YOUR_TEXT "
-            f"--tokenizer {folder} --output NEW`, then give --data NEW"
-        )
+    """ValueError if the data's ids are not those that the weights were trained on."""
+    load.check_ids(
+        start.folder,
+        start.checkpoint,
+        Ids(dataset.tokenizer_sha256, dataset.tokenizer_path),
+        f"the data in {dataset.path}",
+    )
 
 
 def load_into(model: Decoder, start: Start):

@@ -80,7 +80,8 @@ class Ready:
 
     def after(self, step: int) -> "Ready":
         """The same run when it has saved this step, from which the next stage goes on."""
-        checkpoint = resume.continued(self.folder / f"step-{step:08d}", self.cfg)
+        checkpoint = load.described(self.folder / f"step-{step:08d}")
+        resume.check_continued(checkpoint, self.cfg)
         return dataclasses.replace(self, checkpoint=checkpoint, weights=None)
 
 
@@ -99,11 +100,10 @@ def preflight(
     identity = resume.identity(cfg, config) | hashes
     record = resume.read_record(folder)
 
-    # one rank verifies hashes and may rename what is damaged; all ranks then read the manifest
-    found = dist.on_rank0(lambda: find_checkpoint(cfg, identity, record, guard), world)
-    checkpoint = weights = None
-    if found:
-        checkpoint = resume.continued(Path(found), cfg)
+    # one rank verifies hashes and may rename what is damaged
+    checkpoint = dist.on_rank0(lambda: find_checkpoint(cfg, identity, record, guard), world)
+    weights = None
+    if checkpoint is not None:
         cfg = with_recorded_batch(cfg, checkpoint, world)
     elif cfg.init_from:
         weights = starting_weights(cfg, config, dataset, world)
@@ -296,9 +296,9 @@ def check_evals(cfg: TrainConfig, config: ModelConfig, corpora: Sequence[Corpus]
 
 def find_checkpoint(
     cfg: TrainConfig, identity: dict, record: dict | None, guard: Guard
-) -> str | None:
-    """The folder of the checkpoint to continue from, None for a new run; ValueError if the output
-    folder does not belong to this run.
+) -> Checkpoint | None:
+    """The checkpoint to continue from, None for a new run; ValueError if the output folder does not
+    belong to this run, or its settings do not continue the checkpoint.
     """
     folder = Path(cfg.output_dir)
     if record is not None:
@@ -306,36 +306,36 @@ def find_checkpoint(
         resume.check_same_run(record["identity"], identity, f"--output_dir {folder}", folders)
         lock(folder, guard)
 
-    if cfg.resume == "auto":
-        latest = load.latest(folder) if record else None
-        return str(latest.folder) if latest else None
-    if cfg.resume == "none":
-        if record:
+    found = None
+    if resume.names_checkpoint(cfg.resume):
+        found = named_checkpoint(cfg, identity, record)
+    elif record is not None:
+        if cfg.resume == "none":
             raise ValueError(
                 f"--output_dir {folder} holds a run: choose another folder, or continue it with "
                 "--resume auto"
             )
-        return None
-    return named_checkpoint(cfg, identity, record)
+        found = load.latest(folder)
+    if found is not None:
+        resume.check_continued(found, cfg)
+    return found
 
 
-def named_checkpoint(cfg: TrainConfig, identity: dict, record: dict | None) -> str:
+def named_checkpoint(cfg: TrainConfig, identity: dict, record: dict | None) -> Checkpoint:
     """The checkpoint of --resume, or the newest of this folder if the command was given before."""
     named = cfg.resume
     checkpoint = load.verified(Path(named))
-    # first, because a run of another program lacks settings of this one, too
     if checkpoint.identity is not None:
         folders = (checkpoint.config.get("data", ""), cfg.data)
         resume.check_same_run(checkpoint.identity, identity, f"--resume {named}", folders)
-    resume.check_complete(checkpoint, cfg)
 
     folder = Path(cfg.output_dir)
     steps = folder.glob("step-????????")
     newer = [path.name for path in steps if int(path.name[5:]) > checkpoint.step]
     if not newer:
-        return cfg.resume
+        return checkpoint
     if record and record["config"]["resume"] == cfg.resume:
-        return str(load.latest(folder).folder)
+        return load.latest(folder)
     raise ValueError(
         f"--output_dir {folder} holds {newer[0]}, which is newer than {named}: choose another "
         "--output_dir"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from lab.analysis.activations import hooked
 from lab.analysis.patching import (
     CannotCopy,
     Pairs,
@@ -177,7 +178,7 @@ def test_a_head_that_is_cut_off_has_no_effect(pairs):
     """The head of layer 1 is the copy head but for its output: it scores exactly 0, and 1 if the
     output is there and the other head's is not."""
     model = planted_copy_head()
-    cut_off = Patching(model, pairs).layer(1)
+    cut_off = Patching(model, pairs).effects([1]).effect_L2C[0]
     assert torch.equal(cut_off, torch.zeros_like(cut_off))
 
     connected, other = model.layers[1].attention, model.layers[2].attention
@@ -185,8 +186,8 @@ def test_a_head_that_is_cut_off_has_no_effect(pairs):
         connected.o_proj.weight.copy_(other.o_proj.weight)
         other.o_proj.weight.zero_()
     patching = Patching(model, pairs)
-    assert patching.layer(1)[0, T - 1].item() == pytest.approx(1, abs=1e-4)
-    cut_off = patching.layer(2)
+    assert patching.effects([1]).effect_L2C[0][0, T - 1].item() == pytest.approx(1, abs=1e-4)
+    cut_off = patching.effects([2]).effect_L2C[0]
     assert torch.equal(cut_off, torch.zeros_like(cut_off))
 
 
@@ -288,19 +289,45 @@ def test_effects_equal_a_forward_written_out(pairs):
     assert (table.effect_L2C.abs() > 1e-3).sum() >= 10  # a table that says something
 
 
+def test_a_patched_run_begins_with_the_first_patched_position(pairs):
+    """What stands before it is that of the corrupt prompt, in every run."""
+    one = Pairs(*(x[:1] for x in pairs))
+    passed = []
+
+    def count(inputs, _):
+        passed.append(tuple(inputs[0].shape[:2]))
+
+    model = random_model()
+    with hooked(model.layers[1], count):
+        Patching(model, one, rows=2, most_spans=T).effects([1])
+    first = int((one.clean_BT != one.corrupt_BT)[0].nonzero()[0])
+    patched = [tokens for rows, tokens in passed if rows == 2]  # both sites of a column
+    assert patched == [T - first, *range(T - first, 0, -1)]
+
+
+def test_no_layer_reads_the_prompts_twice(pairs):
+    one = Pairs(*(x[:1] for x in pairs))
+    model = random_model(num_layers=3)
+    patching = Patching(model, one, rows=2)
+    passed = []
+    with hooked(model.layers[0], lambda inputs, _: passed.append(len(inputs[0]))):
+        patching.effects([1, 2])
+    assert passed == [1, 1]  # the clean and the corrupt one
+
+
 @pytest.mark.parametrize("chunk", [5, 24])
 def test_prompts_in_parts_give_the_same_effects(chunk, pairs):
     model = random_model()
     few = Pairs(*(x[:3] for x in pairs))
-    whole = Patching(model, few, most_spans=4).layer(0)
-    in_parts = Patching(model, few, most_spans=4, chunk=chunk).layer(0)
+    whole = Patching(model, few, most_spans=4).effects([0]).effect_L2C[0]
+    in_parts = Patching(model, few, most_spans=4, chunk=chunk).effects([0]).effect_L2C[0]
     torch.testing.assert_close(in_parts, whole, rtol=1e-4, atol=1e-5)
 
 
 def test_native_sparse_attention_is_patched_too(pairs):
     small = NSAConfig(cmp_block=4, cmp_stride=2, sel_block=4, sel_count=3, window=8)
     model = random_model(attention=small, init_std=0.6)
-    effect_2C = Patching(model, pairs, rows=12, most_spans=2).layer(1)
+    effect_2C = Patching(model, pairs, rows=12, most_spans=2).effects([1]).effect_L2C[0]
     assert effect_2C[0, 1].abs() > 1e-3
     # what the last layer adds before the last position is read by nobody
     assert effect_2C[:, 0].abs().max() < 1e-6

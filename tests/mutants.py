@@ -187,7 +187,7 @@ def write(file: str, text: bytes):
 
 
 def failure(tests: Sequence[str], tier: str) -> str | None:
-    """The first test that fails or hangs."""
+    """The first test that fails, hangs or crashes."""
     process = multiprocessing.get_context("fork").Process(target=run, args=(tests, tier))
     process.start()
     process.join(10 * SECONDS)  # a test may wait for ever
@@ -195,11 +195,12 @@ def failure(tests: Sequence[str], tier: str) -> str | None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.join()
+    crashed = process.exitcode in (-signal.SIGSEGV, -signal.SIGABRT)
 
     text = Path("../log").read_text(errors="replace")
-    started = re.findall(r"^(tests/.+?::.+?)(?: PASSED| SKIPPED| $)", text, re.M)
+    started = re.findall(r"^(tests/.+?::.+?)(?: PASSED| SKIPPED| Fatal| $)", text, re.M)
     found = re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", text, re.M)
-    if silent > SECONDS / 2:
+    if crashed or silent > SECONDS / 2:
         found += started[-1:]
     return found[0] if found else None
 

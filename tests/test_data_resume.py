@@ -206,10 +206,11 @@ def test_a_kill_before_or_after_any_operation_of_the_disk_leaves_the_same_bytes(
     assert kills > 40
 
 
+OTHERS = dict(key="others", documents=DOCUMENTS[:9])
 TRAINED = dict(tokenizer=None, vocab_size=310)
 
 
-@pytest.mark.parametrize("change", [dict(key="others"), TRAINED, dict(val_fraction=0.3)])
+@pytest.mark.parametrize("change", [OTHERS, TRAINED, dict(val_fraction=0.3)])
 def test_other_documents_or_settings_begin_anew(tmp_path, change):
     prepare(tmp_path / "whole", **change)
     prepare(tmp_path / "d", stop=50)

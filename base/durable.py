@@ -249,7 +249,7 @@ def locked(folder: Path, wait: bool = True) -> Iterator[None]:
 
 @contextmanager
 def building(output: Path, keep: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder next to `output`; on success flush it and rename it.
+    """Yield a temporary folder next to `output`; on success flush all of it and rename it.
 
     A killed process leaves the temporary folder, which the next one clears. With `keep` the next
     one finds what is in it, also after any error but ValueError, which removes everything. Raises
@@ -270,6 +270,8 @@ def building(output: Path, keep: bool = False) -> Iterator[Path]:
             clear(folder)
         try:
             yield folder
+            for path in folder.rglob("*"):
+                fsync(path)
             fsync(folder)
             rename(folder, output)
         except BaseException as error:

@@ -49,7 +49,6 @@ def keep(folder: Path, run: Path) -> None:
             target = copy / path.relative_to(folder)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
-            durable.fsync(target)
 
 
 def kept(run: Path) -> Path:

@@ -113,7 +113,6 @@ def import_hf(source: Path, output: Path, dtype: str) -> Path:
         written = save_weights(state, weights, folder, extra={"imported_from": str(source)})
         for path in origin.found(source, (TOKENIZER, SETTINGS)):
             shutil.copyfile(path, folder / path.name)
-            durable.fsync(folder / path.name)
         origin.keep(source, folder)
     return output / written.name
 

@@ -12,19 +12,23 @@ import contextlib
 import fnmatch
 import functools
 import json
+import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice, zip_longest
 from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
+
+import pytest
 
 DECIDE = re.compile(
     r"model\.py|base/(durable|tensors).*|longhaul/(step|optim|sparse|vocab|parallel|checkpoint).*"
@@ -123,9 +127,8 @@ def sample(files: list[str], seed: int, count: int) -> list[Mutant]:
     random.Random(seed).shuffle(found)
     kinds = sorted({mutant.kind for mutant in found})
     groups = [[mutant for mutant in found if mutant.kind == kind] for kind in kinds]
-    most = -(-count // len(kinds))
-    rounds = zip_longest(*(islice(filter(Mutant.text, group), most) for group in groups))
-    return [mutant for group in rounds for mutant in group if mutant][:count]
+    rounds = zip_longest(*(filter(Mutant.text, group) for group in groups))
+    return list(islice((mutant for group in rounds for mutant in group if mutant), count))
 
 
 @functools.cache
@@ -163,40 +166,65 @@ def nearest_tests(file: str, files: list[str]) -> list[str]:
 
 def catch(mutant: Mutant, tests: list[str], tier: str) -> str | None:
     """The test that fails with the fault and passes without; None if none does in time."""
-    path = Path(mutant.file)
-    right, wrong = path.read_bytes(), mutant.text()
+    right, wrong = Path(mutant.file).read_bytes(), mutant.text()
     size = 4  # files of the first process; twice as many of the next
     end = os.times().children_user + SECONDS
     while tests and os.times().children_user < end:
-        path.write_bytes(wrong)
+        write(mutant.file, wrong)
         failed = failure(tests[:size], tier)
-        path.write_bytes(right)
-        if failed and failure([failed], tier) is None:
+        write(mutant.file, right)
+        if failed and failure_without_fault((failed,), tier) is None:
             return failed
         tests = tests[size:]
         size *= 2
     return None
 
 
-def failure(tests: list[str], tier: str) -> str | None:
-    """The first test that fails or hangs."""
-    command = ["prlimit", f"--cpu={SECONDS}", sys.executable, "-m", "pytest", "-xv", *tests]
-    command += ["--no-header", "--basetemp=../temporary", "-m", TIERS[tier]]
-    with open("../log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(10 * SECONDS)  # a test may wait for ever
+def write(file: str, text: bytes):
+    """In a second of its own, by which Python knows that what it compiled is old."""
+    Path(file).write_bytes(text)
+    os.utime(file, times=2 * (random.randrange(1 << 31),))
+
+
+def failure(tests: Sequence[str], tier: str) -> str | None:
+    """The first test that fails, hangs or crashes."""
+    process = multiprocessing.get_context("fork").Process(target=run, args=(tests, tier))
+    process.start()
+    process.join(10 * SECONDS)  # a test may wait for ever
     silent = time.time() - os.stat("../log").st_mtime
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.join()
+    crashed = process.exitcode in (-signal.SIGSEGV, -signal.SIGABRT)
 
     text = Path("../log").read_text(errors="replace")
-    started = re.findall(r"^(tests/.+?::.+?)(?: PASSED| SKIPPED| $)", text, re.M)
+    started = re.findall(r"^(tests/.+?::.+?)(?: PASSED| SKIPPED| Fatal| $)", text, re.M)
     found = re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", text, re.M)
-    if silent > SECONDS / 2:
+    if crashed or silent > SECONDS / 2:
         found += started[-1:]
     return found[0] if found else None
+
+
+failure_without_fault = functools.cache(failure)
+
+
+def run(tests: Sequence[str], tier: str):
+    """What pytest says, into a log."""
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    with open("../log", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    pytest.main(["-xv", *tests, "--no-header", "--basetemp=../temporary", "-m", TIERS[tier]])
+
+
+def warm():
+    """Import what takes half of a small test's time; no fault goes into it."""
+    sys.path[0] = os.getcwd()
+    del sys.modules["tests"]  # of the folder before
+    sys.dont_write_bytecode = False
+    for name in ("base.installed", "torch.distributed.fsdp"):
+        __import__(name)
 
 
 def main():
@@ -215,6 +243,7 @@ def main():
         done = [row["mutant"] for row in rows]
         subprocess.run(["git", "clone", "-q", "--shared", ".", f"{folder}/clone"], check=True)
         os.chdir(f"{folder}/clone")
+        warm()
 
         files = subprocess.check_output(["git", "ls-files", "*.py"], text=True).split()
         for mutant in sample(fnmatch.filter(files, options.files), options.seed, options.count):

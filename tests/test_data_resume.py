@@ -24,6 +24,7 @@ from data.prepare import main
 from data.sources import Document
 from data.tokenizer import train
 from data.writer import Writer, write_dataset
+from tests.faults.disk import forced
 from tests.kit import contents
 
 ROOT = Path(__file__).parent.parent
@@ -151,6 +152,21 @@ def test_a_preparation_continues_after_any_document(tmp_path, whole, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
+def test_a_shard_is_on_the_disk_before_it_is_recorded(tmp_path, monkeypatch):
+    is_forced = forced(lambda name, function: monkeypatch.setattr(durable, name, function))
+    save = pipeline.State.save
+    recorded = []
+
+    def checked(state: pipeline.State):
+        recorded[:] = [state.folder / row[file] for row in state.shards for file in ("bin", "idx")]
+        assert [path.name for path in recorded if not is_forced(path)] == []
+        save(state)
+
+    monkeypatch.setattr(pipeline.State, "save", checked)
+    prepare(tmp_path / "d")
+    assert len(recorded) > 20
+
+
 DISK = [(durable, "write"), (durable, "fsync"), (os, "rename"), (os, "replace")]
 
 
@@ -190,10 +206,11 @@ def test_a_kill_before_or_after_any_operation_of_the_disk_leaves_the_same_bytes(
     assert kills > 40
 
 
+OTHERS = dict(key="others", documents=DOCUMENTS[:9])
 TRAINED = dict(tokenizer=None, vocab_size=310)
 
 
-@pytest.mark.parametrize("change", [dict(key="others"), TRAINED, dict(val_fraction=0.3)])
+@pytest.mark.parametrize("change", [OTHERS, TRAINED, dict(val_fraction=0.3)])
 def test_other_documents_or_settings_begin_anew(tmp_path, change):
     prepare(tmp_path / "whole", **change)
     prepare(tmp_path / "d", stop=50)

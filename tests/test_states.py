@@ -304,6 +304,17 @@ def test_muon_takes_the_layers_matrices_and_adamw_the_rest():
     )
 
 
+def test_steps_are_counted_far_beyond_what_bf16_can_count():
+    """The rounding of a step is drawn from its number."""
+    state = build(optimizer="muon", dtype="bf16", master_weights="none")
+    step.train_step(state, batch(0))
+    states = list(state.optimizer.state.values())
+    for one in states:
+        one["step"].fill_(1000)
+    step.train_step(state, batch(1))
+    assert [int(one["step"]) for one in states] == [1001] * len(states)
+
+
 # ---- checkpoints, sizes, refusals
 
 

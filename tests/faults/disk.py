@@ -1,5 +1,6 @@
 """A disk in memory, on which the calls of a save are replayed up to any of them."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,21 @@ def watch(put: Callable, before: Callable):
 
     for name in CALLS:
         put(name, watched(name, getattr(durable, name)))
+
+
+def forced(put: Callable) -> Callable[[Path], bool]:
+    """From here on the answer says whether all that a file or folder holds is on the disk."""
+    kept = {}
+
+    def content(path: Path) -> bytes | list[str]:
+        return sorted(os.listdir(path)) if path.is_dir() else path.read_bytes()
+
+    def note(name: str, path: Path, *rest):
+        if name == "fsync":
+            kept[path.stat().st_ino] = content(path)
+
+    watch(put, note)
+    return lambda path: kept.get(path.stat().st_ino) == content(path)
 
 
 @dataclass

@@ -2,24 +2,29 @@
 
 import errno
 import io
+import itertools
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from base import durable
-from longhaul import dist, step
+from data.writer import write_dataset
+from longhaul import dist, qwen3, step
 from longhaul.checkpoint import load, save
 from longhaul.checkpoint.format import CheckpointError
 from longhaul.checkpoint.save import Saver
 from longhaul.config import TrainConfig
 from longhaul.exits import StorageError
 from longhaul.run import log
+from model import Decoder
 from tests import kit
-from tests.faults.disk import Disk, watch
+from tests.faults.disk import Disk, forced, watch
 
 SHAPE = "num_layers=1 hidden_size=16 num_heads=1 num_kv_heads=1 head_dim=16 ffn_size=16"
 CFG = TrainConfig(
@@ -126,6 +131,66 @@ def fault(files: dict, folder: Path, saved: int, shards: dict[int, bytes]) -> st
     if found and next(found.folder.glob("rank-*")).read_bytes() != shards[number]:
         return f"step {number} has other bytes"
     return ""
+
+
+# ---- folders that appear whole or not at all
+
+
+def dataset(folder: Path):
+    documents = [np.arange(1, length) for length in (20, 30, 40)]
+    write_dataset(documents, folder, vocab_size=64, eod_id=0, shard_tokens=50)
+
+
+def export(folder: Path):
+    files = {"LICENSE": b"free"}
+    qwen3.to_hf(Decoder(CFG.model()), folder, shard_bytes=4000, eod_id=0, files=files)
+
+
+FOLDERS = dict(dataset=dataset, export=export)
+
+
+@pytest.mark.parametrize("write", FOLDERS.values(), ids=FOLDERS)
+def test_a_folder_gets_its_name_when_all_of_it_is_on_the_disk(write, tmp_path, monkeypatch):
+    is_forced = forced(lambda name, function: monkeypatch.setattr(durable, name, function))
+    rename = durable.rename
+    folder = tmp_path / "folder"
+    written = []
+
+    def checked(old: Path, new: Path):
+        if new == folder:
+            written.extend([old, *old.rglob("*")])
+            assert [path.name for path in written if not is_forced(path)] == []
+        rename(old, new)
+
+    monkeypatch.setattr(durable, "rename", checked)
+    write(folder)
+    assert len(written) > 5
+    assert is_forced(tmp_path)
+
+
+@pytest.mark.parametrize("write", FOLDERS.values(), ids=FOLDERS)
+def test_a_folder_whose_writing_is_interrupted_is_whole_or_not_there(write, tmp_path, monkeypatch):
+    write(tmp_path / "whole")
+    whole = kit.contents(tmp_path / "whole")
+    left = []
+
+    def interrupt(*call):
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # it takes long
+    watch(lambda name, function: monkeypatch.setattr(durable, name, function), interrupt)
+    for calls in itertools.count():
+        left[:] = range(calls)
+        try:
+            write(tmp_path / "folder")
+        except KeyboardInterrupt:
+            if {path.name for path in tmp_path.iterdir()} == {"whole"}:
+                continue
+        break
+    assert kit.contents(tmp_path / "folder") == whole
+    assert calls > 20
 
 
 # ---- no space

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from torch.distributions import Categorical, kl_divergence
 
 from data.order import mix
 from lab.posttrain import grade
@@ -372,6 +373,21 @@ def test_frozen_embeddings_stay_and_have_no_gradient():
     step.train_step(state, batch)
     assert torch.equal(state.model.embed.weight, before)
     assert not torch.equal(layer, layer_before)
+
+
+# ---- the figures
+
+
+def test_the_figures_are_those_of_their_formulas_in_float64():
+    generator = torch.Generator().manual_seed(0)
+    logits_BV, other_BV = torch.randn(2, 5, V, generator=generator, dtype=torch.float64)
+    index_BK = logits_BV.topk(7).indices
+    found = grade.figures_of(logits_BV, other_BV, index_BK)
+
+    mine, theirs = Categorical(logits=logits_BV), Categorical(logits=other_BV)
+    mass = mine.probs.gather(1, index_BK).sum(1)
+    exact = kl_divergence(mine, theirs), mine.entropy(), mass, logits_BV.abs().amax(1)
+    torch.testing.assert_close(tuple(found), exact, rtol=1e-12, atol=0)
 
 
 # ---- a padded vocabulary

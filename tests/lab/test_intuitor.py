@@ -3,21 +3,24 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from data.dataset import open_dataset
+from data.dataset import Dataset, open_dataset
+from data.mixture import Corpus
 from data.prompts import Prompt
 from data.writer import TokenizedDocument, write_dataset
 from lab.posttrain import intuitor, policies, policy, rollout
+from lab.posttrain.config import IntuitorConfig
 from lab.posttrain.intuitor import Answers, Counts, Guard, Intuitor, Settings
 from lab.posttrain.own_reward import OwnReward
 from lab.posttrain.policy import PolicyLoss, PolicyObjective
 from lab.posttrain.rollout import Sample, Sampling
-from longhaul import kernels, step
+from longhaul import dist, kernels, step
 from longhaul.config import TrainConfig
 from longhaul.exits import BAD_INPUT, Halt
 
@@ -115,17 +118,21 @@ def asked(folder: Path, answers: list[list[int]], masked: bool = True):
 
 
 def test_a_reward_by_answers_needs_one_in_each_document(tmp_path):
-    good = asked(tmp_path / "good", [[MARK, 3]] * 9)
-    intuitor.require_answers(good, good.split("train"), "label")
+    def begin(dataset: Dataset, reward: str):
+        config = IntuitorConfig(reward=reward, eval_every=0)
+        policies.prompts_in_order(config, [Corpus("", dataset, Fraction(1))], dist.World())
+
+    begin(asked(tmp_path / "good", [[MARK, 3]] * 9), "label")
 
     for name, other in (("none", []), ("no_marker", [3]), ("empty", [MARK])):
         bad = asked(tmp_path / name, [*[[MARK, 3]] * 7, other, [MARK, 3]])
+        begin(bad, "self_certainty")
         with pytest.raises(ValueError, match="document 7 "):
-            intuitor.require_answers(bad, bad.split("train"), "mixed")
+            begin(bad, "mixed")
 
     plain = asked(tmp_path / "plain", [[3]] * 4, masked=False)
     with pytest.raises(ValueError, match="plain"):
-        intuitor.require_answers(plain, plain.split("train"), "label")
+        begin(plain, "label")
 
 
 # ---- rewards

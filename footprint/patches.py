@@ -1,6 +1,7 @@
 """Attributes of PyTorch that are others for a while."""
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,19 +21,24 @@ def patched(patches: Mapping[Place, object]) -> Iterator[None]:
     """The attributes have these values inside the `with` block, also where a file of the user's
     has imported them by name.
     """
+    own = {
+        id(vars(owner)[name]): new for (owner, name), new in patches.items() if name in vars(owner)
+    }
+    with _exchanged(patches), _exchanged(_imported(own)):
+        yield
+
+
+@contextlib.contextmanager
+def _exchanged(patches: Mapping[Place, object]) -> Iterator[None]:
     own = [(owner, name) for owner, name in patches if name in vars(owner)]
     originals = {(owner, name): vars(owner)[name] for owner, name in own}
     _put(patches)
-    imported = _imported({id(originals[place]): patches[place] for place in own})
-    taken = {(module, name): vars(module)[name] for module, name in imported}
-    _put(imported)
     try:
         yield
     finally:
         for owner, name in patches.keys() - originals.keys():  # a method that is inherited
             delattr(owner, name)
         _put(originals)
-        _put(taken)
 
 
 @contextlib.contextmanager
@@ -68,13 +74,19 @@ def _imported(replacements: Mapping[int, object]) -> Patches:
     """What the user's modules call by names of their own."""
     found: Patches = {}
     for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None) or PACKAGES
-        if file.startswith((PACKAGES, LIBRARY, HERE, TORCH)):
+        if not _is_users(module) or replacements.keys().isdisjoint(map(id, vars(module).values())):
             continue
         for name, value in vars(module).items():
             if id(value) in replacements:
                 found[module, name] = replacements[id(value)]
     return found
+
+
+@functools.cache
+def _is_users(module: object) -> bool:
+    """Whether it is not PyTorch's, a package's or Python's, of which there are thousands."""
+    file = getattr(module, "__file__", None) or PACKAGES
+    return not file.startswith((PACKAGES, LIBRARY, HERE, TORCH))
 
 
 @contextlib.contextmanager
@@ -101,7 +113,7 @@ def switched_on(modes: list[TorchFunctionMode]) -> Iterator[None]:
         (torch.autograd, "_engine_run_backward"): run_with_modes,
         (torch.overrides, "has_torch_function"): has_torch_function,
     }
-    with patched(patches), missing(modes):
+    with _exchanged(patches), missing(modes):  # no file of a user's has imported these by name
         yield
 
 

@@ -44,6 +44,7 @@ FORWARD = "forward"
 RECOMPUTE = "recompute"
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
+MADE_BY = "footprint"  # in the metadata of a node of the graph: output -> its module
 DEPTH = 2  # of the modules that a stage's name tells apart
 
 
@@ -164,7 +165,12 @@ class Places:
     def _forward_ends(self, module: nn.Module, args, output) -> None:
         name, _ = self.running.pop()
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+            if not isinstance(leaf, Tensor) or not leaf.requires_grad or leaf.is_leaf:
+                continue
+            # what a module returns as an inner one has made it belongs to the inner one
+            made = leaf.grad_fn.metadata.setdefault(MADE_BY, {})
+            if leaf.output_nr not in made:
+                made[leaf.output_nr] = name
                 leaf.register_hook(self._reaches(name))
         if not self.running and not in_backward():
             self.outside = LOSS

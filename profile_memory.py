@@ -42,7 +42,8 @@ from longhaul.memory.simulate import profile
 from model import GIB, ModelConfig
 
 DTYPES = spellings(*PRECISIONS)
-TASKS = ("train", "grade", "intuitor", "analysis")
+PROGRAMS = (IntuitorConfig, GradeConfig)  # that train, next to train.py: a row for each
+TASKS = ("train", *(program.TASK for program in PROGRAMS), "analysis")
 SCRIPT = "--script"  # what follows is a training script, with its flags
 MOST_RANKS = 2**16  # that are planned for
 MOST_GPUS = 8  # that --solve world_size tries unless --gpus or --nproc asks for more
@@ -157,20 +158,6 @@ class ProfileConfig(Profiler, TrainConfig):
 
 
 @dataclass(frozen=True)
-class ProfileIntuitor(Profiler, IntuitorConfig):
-    """The flags of lab.intuitor and the profiler's."""
-
-    SETTINGS: ClassVar[type[TrainConfig]] = IntuitorConfig
-
-
-@dataclass(frozen=True)
-class ProfileGrade(Profiler, GradeConfig):
-    """The flags of lab.grade and the profiler's."""
-
-    SETTINGS: ClassVar[type[TrainConfig]] = GradeConfig
-
-
-@dataclass(frozen=True)
 class ProfileAnalysis(Profiler, Measures, TrainConfig):
     """What lab.run_full_analysis measures, of a model that the flags of train.py describe, and
     the profiler's flags.
@@ -217,11 +204,15 @@ class ProfileAnalysis(Profiler, Measures, TrainConfig):
         )
 
 
-CONFIGS = {  # others have the flags of train.py
-    "intuitor": ProfileIntuitor,
-    "grade": ProfileGrade,
-    "analysis": ProfileAnalysis,
-}
+def profiled(settings: type[TrainConfig]) -> type[Profiler]:
+    """The flags of a program and the profiler's."""
+    name = f"Profile{settings.__name__}"
+    return dataclass(frozen=True)(type(name, (Profiler, settings), {"SETTINGS": settings}))
+
+
+# --task -> its flags; others have those of train.py
+CONFIGS = {program.TASK: profiled(program) for program in PROGRAMS}
+CONFIGS["analysis"] = ProfileAnalysis
 
 
 def flags_of(words: Sequence[str]) -> type[Profiler]:

@@ -20,7 +20,8 @@ from longhaul import dist, kernels, step
 from longhaul.clock import takes_clock
 from longhaul.config import TrainConfig
 from longhaul.generate import prefill
-from longhaul.memory.simulate import on_fake_tensors, trace_second_step
+from longhaul.memory.program import Program
+from longhaul.memory.simulate import trace
 from longhaul.parallel.context import Shard
 from longhaul.parallel.share_rows import RowSharing
 from model import IGNORE, Decoder, KVCache, ModelConfig, NSAConfig
@@ -360,12 +361,20 @@ def test_a_shared_prompt_needs_a_third_of_the_activations_or_less():
     assert separate_peak > 3 * shared_peak
 
 
+class OfResponses(Program):
+    """A step whose rows are a prompt and its responses."""
+
+    def begin(self, state, config, mesh):
+        state.objective = Responses()
+
+    def batch(self, state):
+        return micro_batches()[-1:]
+
+
 @pytest.mark.parametrize("dtype, kernel", [("bf16", "flash"), ("fp32", "efficient")])
 def test_a_gpu_is_planned_with_its_own_kernel(dtype, kernel):
-    with on_fake_tensors(config(dtype=dtype), 1, "cuda") as (tracker, state):
-        state.objective = Responses()
-        trace = trace_second_step(tracker, state, lambda: micro_batches()[-1:])
-    operators = {storage.op for storage in trace.storages.values()}
+    found = trace(OfResponses(config(dtype=dtype), device="cuda"))
+    operators = {storage.op for storage in found.storages.values()}
     for name in ("attention", "attention_backward"):
         assert f"aten._scaled_dot_product_{kernel}_{name}.default" in operators
 

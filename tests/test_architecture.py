@@ -80,9 +80,9 @@ STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outs
 }
 OURS = {name.split(".")[0] for level in LEVELS for name in level}
 NOT_THE_PRODUCT = {"tests", "examples", ".venv", ".venv-cpu", "runs", "build"}
-SOURCES = sorted(
-    path for path in ROOT.rglob("*.py") if not NOT_THE_PRODUCT & set(path.relative_to(ROOT).parts)
-)
+# pip may be writing into .venv-cpu, so it is not even looked into
+FOLDERS = [path for path in ROOT.iterdir() if path.is_dir() and path.name not in NOT_THE_PRODUCT]
+SOURCES = sorted([*ROOT.glob("*.py"), *(path for one in FOLDERS for path in one.rglob("*.py"))])
 
 
 def module_of(path: Path) -> str:

@@ -387,7 +387,7 @@ def test_targets_cross_the_edges_of_shards_and_documents_do_not_leak():
             assert got["share"] < 0.51, "parameters are sharded over the ranks of a row too"
 
 
-LONG = 1536
+LONG = 1152
 
 
 def memory(world: dist.World, changes: dict, length: int) -> dict:

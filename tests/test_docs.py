@@ -132,7 +132,7 @@ SMALLER = {
     "--lengths 512,1024": "--lengths 128,256",
     "--attention_type nsa --context_length 131072 --plan": "--attention_type nsa --plan",
     "bash scripts/extend_context.sh --rehearse": (
-        "SCHEDULE=64:60,128:10,256:5 BATCHES=4 bash scripts/extend_context.sh --rehearse"
+        "SCHEDULE=64:12,128:1,256:1 BATCHES=4 bash scripts/extend_context.sh --rehearse"
     ),
     "nn.TransformerEncoder(layer, 6)": "nn.TransformerEncoder(layer, 1)",
     "range(4):  # micro-batches": "range(2):",

@@ -29,7 +29,7 @@ def extend(
     environment: Mapping[str, str] = OURS,
 ) -> subprocess.CompletedProcess:
     """Run the script with the `python` of an environment."""
-    settings = {"OMP_NUM_THREADS": "1", "BATCHES": "4", "SCHEDULE": f"64:60,128:10,{LONG}:5"}
+    settings = {"OMP_NUM_THREADS": "1", "BATCHES": "4", "SCHEDULE": f"64:25,128:3,{LONG}:2"}
     return subprocess.run(
         ["bash", SCRIPT, *words],
         cwd=ROOT,

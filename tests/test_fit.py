@@ -103,7 +103,7 @@ def test_a_lever_that_other_settings_exclude_gives_no_rung():
 )
 def test_proposals_leave_out_what_other_settings_exclude(changes, ranks):
     shallow = dict(model_size="0.6B", model_overrides=("num_layers=1",))
-    cfg = TrainConfig(context_length=65536, **shallow, **changes)
+    cfg = TrainConfig(context_length=8192, **shallow, **changes)
     world = World(size=ranks, local_size=ranks)
     request = plan.plan(cfg, cfg.model(), world, torch.device("cuda"), 2.5)
     nearest = fit.closest(request)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = {".venv", ".venv-cpu", "runs", "build"}
-SOURCES = sorted(
-    path for path in ROOT.rglob("*.py") if not ELSEWHERE & set(path.relative_to(ROOT).parts)
-)
+# pip may be writing into .venv-cpu, so it is not even looked into
+FOLDERS = [path for path in ROOT.iterdir() if path.is_dir() and path.name not in ELSEWHERE]
+SOURCES = sorted([*ROOT.glob("*.py"), *(path for one in FOLDERS for path in one.rglob("*.py"))])
 NOT_THE_PRODUCT = {"tests", "benchmarks"}
 PRODUCT = [path for path in SOURCES if path.relative_to(ROOT).parts[0] not in NOT_THE_PRODUCT]
 TOKENS_PER_LINE = 8.5

@@ -158,7 +158,8 @@ def _owned(tracker: StepTracker, state: object) -> Iterator[tuple[int, tuple[str
     names: dict[Tensor, str] = {}
     for model in tracker.roots:
         prefix = tracker.names[model]
-        names |= {tensor: name for name, tensor in model.named_parameters(prefix=prefix)}
+        for name, tensor in model.named_parameters(prefix=prefix):
+            names.setdefault(tensor, name)
 
     for value in holdings(state):
         if is_optimizer(value):

@@ -8,6 +8,7 @@ backward reaches it; and whether the autograd engine runs can be asked before ev
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +74,14 @@ def stage_name(phase: str, module: str, depth: int) -> str:
     return phase
 
 
+class Running(NamedTuple):
+    """A module whose forward runs."""
+
+    name: str
+    is_recomputed: bool  # it has started in a backward
+    is_nameless: bool  # it counts as part of the module around it
+
+
 class Places:
     """Finds out where a training step is, by hooks on all modules and optimizers, and tells it to
     `enter(stage, module)`. Whoever runs operators in between calls `locate` before each of them.
@@ -84,8 +93,9 @@ class Places:
         self.names = weakref.WeakKeyDictionary()  # module -> its name
         # those that are alive, in the order in which they were seen
         self.roots = weakref.WeakKeyDictionary()
-        # modules whose forwards run now: the name, and whether it started in a backward
-        self.running: list[tuple[str, bool]] = []
+        # modules that no model holds, and that were first met inside of another one
+        self.nameless = weakref.WeakSet()
+        self.running: list[Running] = []  # modules whose forwards run now
         self.in_optimizer = 0
         self.outside = START  # the phase outside of modules
         self.announced = ""  # the phase that the step itself has named
@@ -117,10 +127,10 @@ class Places:
         if self.in_optimizer:
             return OPTIMIZER, ""
         if self.running:
-            name, started_in_backward = self.running[-1]
+            name, is_recomputed, _ = self.running[-1]
             if not backward:
                 return FORWARD, name
-            if started_in_backward:
+            if is_recomputed:
                 return RECOMPUTE, name
         if backward:
             return BACKWARD, self.reached
@@ -157,13 +167,19 @@ class Places:
             self.handles.clear()
 
     def _forward_starts(self, module: nn.Module, args) -> None:
+        outer = self.running[-1] if self.running else None
         if module not in self.names:
             self.adopt(module, type(module).__name__ if self.roots else "")
-        self.running.append((self.names[module], in_backward()))
+            if outer:
+                self.nameless.add(module)
+        around = outer.name if outer else self.reached
+        is_part = module in self.nameless or (outer is not None and outer.is_nameless)
+        name = around if is_part else self.names[module]
+        self.running.append(Running(name, in_backward(), is_part))
         self.locate()
 
     def _forward_ends(self, module: nn.Module, args, output) -> None:
-        name, _ = self.running.pop()
+        name = self.running.pop().name
         for leaf in tree_leaves(output):
             if not isinstance(leaf, Tensor) or not leaf.requires_grad or leaf.is_leaf:
                 continue

@@ -24,6 +24,7 @@ from footprint.allocator import GIB
 from footprint.answer import ScriptReport
 from footprint.device import Placement, target_card
 from footprint.flags import Parser, answers, between, number, shell_words
+from footprint.longest import read_lengths
 from footprint.refusal import HERE, Refused
 from footprint.script import ALLOCATOR, EXPANDABLE, LIMIT, Failed, Script, predict_script
 from footprint.search import VERDICTS
@@ -63,6 +64,12 @@ def parser() -> Parser:
         default=[],
         metavar="FILE:LINE=VALUE",
         help="value that is read from a tensor in a line, such as train.py:12=False",
+    )
+    add(
+        "--lengths",
+        default="",
+        metavar="FILE",
+        help="lengths of the rows of your data, or a number: predict the batch of the longest rows",
     )
     add("--limit", type=number, default=LIMIT, metavar="SECONDS", help="default: %(default)s")
     add("-m", dest="is_module", action="store_true", help="the script is a module")
@@ -132,6 +139,7 @@ def about_script(flags: argparse.Namespace) -> int:
         nproc=flags.nproc,
         answers=answers(flags.answer),
         limit=flags.limit,
+        lengths=read_lengths(flags.lengths),
     )
     return tell(predict_script(script, say), flags)
 

@@ -36,6 +36,7 @@ from footprint.evaluations import Forwards
 from footprint.flexible import flexible_attention
 from footprint.late import patched_when_imported
 from footprint.launch import environment, no_launches, sharded, surroundings
+from footprint.longest import Longest
 from footprint.owners import label
 from footprint.patches import Patches
 from footprint.places import DEPTH
@@ -80,6 +81,7 @@ class Script:
     nproc: int = 0  # processes that torchrun starts; 0: it is not started by torchrun
     answers: Mapping[str, object] = field(default_factory=lambda: NO_ANSWERS)
     limit: float = LIMIT
+    lengths: tuple[int, ...] = ()  # of the rows of its data; (): as they are
 
     @property
     def folder(self) -> str:
@@ -126,6 +128,7 @@ class Recorder:
         self.rounds = Rounds(self._begin, self._end)
         self.tracker.on_gradient = self.rounds.got_gradient
         self.forwards = Forwards(self.tracker)
+        self.longest = Longest(script.lengths, self.tracker.known)
         self.phases = Phases(self.card)
         self.before: list[Demand] = []
         self.origins: dict[int, str] = {}
@@ -167,6 +170,7 @@ class Recorder:
         tracker = self.tracker
         found = real_datasets(tracker) | arrays_of_ones(tracker) | self.forwards.patches()
         found[Refused, "__init__"] = self._note_refusal
+        found |= self.longest.patches()
         return found | no_downloads() | surroundings(tracker, self.ranks)
 
     @property
@@ -260,6 +264,10 @@ class Recorder:
             raise Refused(
                 f"{self.script.name} ended, and an optimizer has taken {self.rounds.count} of the "
                 f"two steps that a prediction needs: {ENOUGH}"
+            )
+        if self.script.lengths and not self.longest.is_used:
+            raise Refused(
+                "--lengths: no DataLoader gave the rows of this script's batches: drop it"
             )
         return self.report
 

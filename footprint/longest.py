@@ -146,9 +146,9 @@ def _repeated(value: Any, length: int) -> Any:
     if not isinstance(value, Tensor):  # of numpy
         return _repeated(torch.as_tensor(value), length).numpy()
     if value.dim() == 1 and not is_fake(value):
-        count = torch.arange(length, dtype=value.dtype)
-        if torch.equal(value, count[:size]):
-            return count
+        count = torch.arange(length)
+        if torch.equal(value.long(), count[:size]):
+            return count.to(value.dtype)
     times = -(-length // size)
     return value.repeat(times, *[1] * (value.dim() - 1))[:length]
 

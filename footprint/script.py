@@ -51,10 +51,10 @@ from footprint.ranks import as_rank
 from footprint.refusal import HERE, ON_THE_CPU, PACKAGES, Refused, Stopped, is_users, place
 from footprint.rounds import Rounds
 from footprint.unwritten import LIBRARIES, Unwritten
+from footprint.users_file import IS_CLONE, ROOT
 
 LIMIT = 300  # seconds
 AGAIN = 5  # seconds after which a limit is told again, where Python could not raise it
-CLONE = Path(HERE).parent
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 ALLOCATORS = (ALLOCATOR, "PYTORCH_ALLOC_CONF")  # since torch 2.9 also by the second name
 EXPANDABLE = "expandable_segments:True"
@@ -326,15 +326,15 @@ def in_its_place(script: Script) -> Iterator[None]:
 
 def _is_ours(entry: str) -> bool:
     """Whether an entry of sys.path is the clone, whose folders would hide the script's."""
-    return not HERE.startswith(PACKAGES) and Path(entry or ".").resolve() == CLONE
+    return IS_CLONE and Path(entry or ".").resolve() == ROOT
 
 
 def _hides(name: str, module: object) -> bool:
     """Whether a module of the clone may have the name of one of the script's."""
     file = getattr(module, "__file__", None) or ""
-    if HERE.startswith(PACKAGES) or name == "__main__":
+    if not IS_CLONE or name == "__main__":
         return False
-    return file.startswith(f"{CLONE}{os.sep}") and not file.startswith((HERE, PACKAGES))
+    return file.startswith(f"{ROOT}{os.sep}") and not file.startswith((HERE, PACKAGES))
 
 
 def _forget(folder: str) -> None:

@@ -22,6 +22,7 @@ from base.flags import PRECISIONS, RaisingParser, spellings
 from footprint import door, page
 from footprint.__main__ import main as script_memory
 from footprint.device import HALF_SINCE, Demand
+from footprint.flags import is_about_step
 from footprint.search import VERDICTS, Verdict, note_on_size
 from footprint.snapshot import write_snapshot
 from footprint.tables import heading
@@ -240,7 +241,7 @@ def main(args: list[str] | None = None) -> int:
         if SCRIPT in words:  # the first one; another is a flag of the script
             place = words.index(SCRIPT)
             return script_memory([*words[:place], *words[place + 1 :]])
-        if door.is_asked_for(words):
+        if is_about_step(words):
             return door.main(words)
         cfg = cli.parse(flags_of(words), words, __doc__.splitlines()[0], start.completed)
         check_question(cfg)

@@ -19,11 +19,11 @@ import sys
 import traceback
 from pathlib import Path
 
-from footprint import door, users_file
+from footprint import users_file
 from footprint.allocator import GIB
 from footprint.answer import ScriptReport
 from footprint.device import Placement, target_card
-from footprint.flags import Parser, answers, between, number, shell_words
+from footprint.flags import Parser, answers, between, is_about_step, number, shell_words
 from footprint.longest import read_lengths
 from footprint.refusal import HERE, Refused
 from footprint.script import ALLOCATOR, EXPANDABLE, LIMIT, Failed, Script, predict_script
@@ -111,8 +111,8 @@ def main(words: list[str] | None = None) -> int:
     """Answer a command line; the exit code."""
     words = sys.argv[1:] if words is None else words
     try:
-        if door.is_asked_for(in_front(words)):
-            return door.main(words)
+        if is_about_step(in_front(words)):
+            return about_step(words)
         return about_script(parse(words))
     except Refused as refusal:
         say(f"footprint: {shell_words(refusal)}")
@@ -127,6 +127,13 @@ def main(words: list[str] | None = None) -> int:
     except OSError as error:  # of a file that is written for the user
         say(f"footprint: {error}: name another file")
         return REFUSED
+
+
+def about_step(words: list[str]) -> int:
+    """Answer the flags of a step; the exit code. What it needs takes 0.8 s to load."""
+    from footprint import door
+
+    return door.main(words)
 
 
 def about_script(flags: argparse.Namespace) -> int:

@@ -48,7 +48,6 @@ from footprint.search import (
 )
 from footprint.users_file import UsersFile
 
-OPENS = ("step", "hf")  # flags that lead here
 OF_HF = ("dtype", "autocast", "optimizer", "checkpointing")  # build() decides them otherwise
 SIZES = ("batch", "seq")
 AUTOCASTS = ("none", *spellings("bf16"))
@@ -169,12 +168,6 @@ class StepConfig(OnCard):
     def answers(self) -> dict[str, object]:
         """The values of --answer by their lines."""
         return flags.answers(self.answer)
-
-
-def is_asked_for(words: list[str]) -> bool:
-    """Whether the flags of a command line are about a step."""
-    names = {word.split("=")[0] for word in words}
-    return any(f"--{name}" in names for name in OPENS)
 
 
 def shown(line: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from footprint.refusal import Refused
 
+STEPS = ("--step", "--hf")
 FLAG = re.compile(r"--[A-Za-z][\w-]*")
 CHOICE = re.compile(r"invalid choice: (.+) \(choose from (.+)\)")
 # how a refusal says that a value may be given
@@ -104,6 +105,12 @@ def underscored(word: str) -> str:
     if not FLAG.fullmatch(name):
         return word
     return "--" + name.removeprefix("--").replace("-", "_") + equals + value
+
+
+def is_about_step(words: Sequence[str]) -> bool:
+    """Whether the flags of a command line are about a step, not about a script."""
+    names = {word.split("=")[0] for word in words}
+    return not names.isdisjoint(STEPS)
 
 
 # ---- values

@@ -19,9 +19,11 @@ from typing import ClassVar
 import torch
 
 from base.flags import PRECISIONS, RaisingParser, spellings
-from footprint import page
+from footprint import door, page
 from footprint.__main__ import main as script_memory
 from footprint.device import HALF_SINCE, Demand
+from footprint.flags import is_about_step
+from footprint.search import VERDICTS, Verdict, note_on_size
 from footprint.snapshot import write_snapshot
 from footprint.tables import heading
 from footprint.trace import Trace
@@ -33,11 +35,11 @@ from longhaul import cli, dist
 from longhaul.checkpoint import start
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
-from longhaul.memory import advise, door, reconcile, report, reserve
+from longhaul.memory import advise, reconcile, report, reserve
 from longhaul.memory import solve as solver
+from longhaul.memory.card_flags import CardFlags
 from longhaul.memory.needs import largest
 from longhaul.memory.plan import host_available_bytes, on_ranks
-from longhaul.memory.search import Verdict, note_on_size
 from longhaul.memory.simulate import profile
 from model import GIB, ModelConfig
 
@@ -50,7 +52,7 @@ MOST_GPUS = 8  # that --solve world_size tries unless --gpus or --nproc asks for
 
 
 @dataclass(frozen=True)
-class Profiler(door.CardFlags):
+class Profiler(CardFlags):
     """The profiler's own flags, next to those of a program that trains (`SETTINGS`).
 
     `--device cpu` predicts a run on a CPU, any other device a run on CUDA.
@@ -230,8 +232,8 @@ def main(args: list[str] | None = None) -> int:
         if SCRIPT in words:  # the first one; another is a flag of the script
             place = words.index(SCRIPT)
             return script_memory([*words[:place], *words[place + 1 :]])
-        if door.is_asked_for(words):
-            return door.main(words, say)
+        if is_about_step(words):
+            return door.main(words)
         cfg = cli.parse(flags_of(words), words, __doc__.splitlines()[0], start.completed)
         check_question(cfg)
         check_kernels(cfg)
@@ -253,7 +255,7 @@ def answer(cfg: Profiler) -> int:
     """Predict, search or advise, as it is asked for; the exit code."""
     note = note_on_size(cfg.gpu_memory_gib)
     if note:
-        say(note)
+        door.shown(note)
     if cfg.advise:
         return give_advice(cfg)
     if isinstance(cfg, ProfileAnalysis):
@@ -336,9 +338,9 @@ def predict(cfg: ProfileConfig) -> int:
     verdict = Verdict.FITS
     if on is not None:
         placement = reserve.placement(demand, int(on.gib * GIB))
-        say(f"on {on.name} ({on.gib:g} GiB): {placement}")
+        door.shown(f"on {on.name} ({on.gib:g} GiB): {placement}")
         result |= {"card": on.name, "placement": placement}
-        verdict = door.VERDICTS[placement]
+        verdict = VERDICTS[placement]
     if cfg.json:
         door.write_json(cfg.json, result)
     return verdict.exit_code
@@ -378,7 +380,7 @@ def plan_analysis(cfg: ProfileAnalysis) -> int:
         door.write_json(cfg.json, found)
     if not cfg.has_card or plan.gib <= cfg.card().gib:
         return 0
-    say(f"{cfg.card().name} ({cfg.card().gib:g} GiB) is too small: --advise finds what fits")
+    door.shown(f"{cfg.card().name} ({cfg.card().gib:g} GiB) is too small: --advise finds what fits")
     return Verdict.NOTHING.exit_code
 
 
@@ -388,12 +390,7 @@ def solve(cfg: ProfileConfig) -> int:
     gpus = cfg.gpus or cfg.nproc
     if cfg.solve == "world_size" and not cfg.gpus:
         gpus = max(cfg.nproc, MOST_GPUS)
-    return solver.solve(cfg.training(), cfg.solve, room, gpus, say, cfg.target).exit_code
-
-
-def say(line: str):
-    """Print a line at once: a search takes seconds for each."""
-    print(line, flush=True)
+    return solver.solve(cfg.training(), cfg.solve, room, gpus, door.shown, cfg.target).exit_code
 
 
 def give_advice(cfg: ProfileConfig) -> int:
@@ -408,7 +405,7 @@ def give_advice(cfg: ProfileConfig) -> int:
     else:
         asked, task = on_ranks(cfg.training(), cfg.gpus or 1, cfg.target), advise.RUN
     host_gib = host_available_bytes() / GIB
-    found = advise.advise(cfg.task, asked, cfg.card(), host_gib, say, task)
+    found = advise.advise(cfg.task, asked, cfg.card(), host_gib, door.shown, task)
 
     if cfg.json:
         door.write_json(cfg.json, found.as_json)

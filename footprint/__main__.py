@@ -2,64 +2,59 @@
 
     footprint [flags] SCRIPT.py [its flags]
     footprint [flags] -m MODULE [its flags]
+    footprint --step FILE.py [flags]    a step as two functions, build() and step(state)
+    footprint --hf MODEL [flags]        a model of Hugging Face, by its folder or its name
 
-The flags of footprint stand before the script; what follows is the script's. The report goes to
-standard output, all else to standard error. Exit codes: 0 it fits, or no card was named; 2 it fits
-after a change that is printed; 3 it does not fit; 4 it cannot be predicted, and the line and what
-to do are printed; 1 an error of the script.
+The flags of footprint stand before the script; what follows is the script's. The flags of --step
+and --hf: `footprint --hf --help`. The report goes to standard output, all else to standard error.
+Exit codes: 0 it fits, or no card was named; 2 it fits after a change that is printed; 3 it does not
+fit; 4 it cannot be predicted, and the line and what to do are printed; 1 an error of the script.
 """
 
 import argparse
-import ast
+import itertools
 import json
 import os
-import re
 import sys
 import traceback
 from pathlib import Path
 
+from footprint import users_file
 from footprint.allocator import GIB
 from footprint.answer import ScriptReport
 from footprint.device import Placement, target_card
+from footprint.flags import Parser, answers, between, is_about_step, number, shell_words
+from footprint.longest import read_lengths
 from footprint.refusal import HERE, Refused
 from footprint.script import ALLOCATOR, EXPANDABLE, LIMIT, Failed, Script, predict_script
+from footprint.search import VERDICTS
 
-FITS = 0
 FAILED = 1
 REFUSED = 4
-CODES = {Placement.FITS: 0, Placement.EXPANDABLE: 2, Placement.TOO_SMALL: 3}
 MOST_RANKS = 2**16
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3")
 LAUNCHERS += ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
-# how a refusal says that a value may be given
-GIVE_ANSWER = re.compile(r"answers=\{'([^']+)': \.\.\.\}")
 RUNNERS = ("<frozen runpy>", "runpy.py")
 
 
-class Parser(argparse.ArgumentParser):
-    """A wrong flag is answered in one line, with the exit code of what is refused."""
-
-    def error(self, message: str):
-        if "required" in message:
-            message = "name a script, such as `footprint train.py --its flags`"
-        raise Refused(message)
-
-
 def parser() -> Parser:
-    """The flags of the command."""
+    """The flags of the command in front of a script."""
     lines = __doc__.splitlines()
     made = Parser(
         prog="footprint",
-        usage="footprint [flags] SCRIPT.py [its flags]\n"
-        "       footprint [flags] -m MODULE [its flags]",
+        usage="\n       ".join(line.strip() for line in lines[2:6]),
         description=lines[0],
-        epilog="\n".join(lines[5:]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        epilog="\n".join(lines[7:]),
     )
     add = made.add_argument
     add("--gpu", default="", metavar="NAME", help="card that shall hold it, such as H100; or cpu")
-    add("--nproc", type=int, default=0, metavar="N", help="predict it as under torchrun, N ranks")
+    add(
+        "--nproc",
+        type=between(0, MOST_RANKS),
+        default=0,
+        metavar="N",
+        help="predict it as under torchrun, N ranks",
+    )
     add("--json", default="", metavar="FILE", help="file to write: every result")
     add("--html", default="", metavar="FILE", help="file to write: the timeline and the tables")
     add("--snapshot", default="", metavar="FILE", help="file for docs.pytorch.org/memory_viz")
@@ -70,18 +65,37 @@ def parser() -> Parser:
         metavar="FILE:LINE=VALUE",
         help="value that is read from a tensor in a line, such as train.py:12=False",
     )
-    add("--limit", type=float, default=LIMIT, metavar="SECONDS", help="default: %(default)s")
+    add(
+        "--lengths",
+        default="",
+        metavar="FILE",
+        help="lengths of the rows of your data, or a number: predict the batch of the longest rows",
+    )
+    add("--limit", type=number, default=LIMIT, metavar="SECONDS", help="default: %(default)s")
     add("-m", dest="is_module", action="store_true", help="the script is a module")
-    add("script", metavar="SCRIPT.py", help="the script, and behind it its own flags")
+    add("script", nargs="?", metavar="SCRIPT.py", help="the script, and behind it its own flags")
     add("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return made
+
+
+def in_front(words: list[str]) -> list[str]:
+    """The words in front of a script: flags of footprint and their values."""
+    pairs = zip(["", *words], words, strict=False)
+    return [word for before, word in itertools.takewhile(_is_ours, pairs)]
+
+
+def _is_ours(pair: tuple[str, str]) -> bool:
+    """Whether the second of two neighbouring words is a flag, or may be the value of the first."""
+    before, word = pair
+    takes_value = before.startswith("--") and "=" not in before
+    return word.startswith("-") or takes_value
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """The flags of a command line; Refused for what is wrong with them."""
     flags = parser().parse_args(words)
-    if not 0 <= flags.nproc <= MOST_RANKS:
-        raise Refused(f"--nproc {flags.nproc} is out of range: give 1 to {MOST_RANKS}")
+    if flags.script is None:
+        raise Refused("name a script, such as `footprint train.py --its flags`")
     if not flags.limit > 0:
         raise Refused(f"--limit {flags.limit:g} is out of range: give seconds above 0")
     if flags.script in LAUNCHERS:
@@ -93,44 +107,48 @@ def parse(words: list[str]) -> argparse.Namespace:
     return flags
 
 
-def answers(given: list[str]) -> dict[str, object]:
-    """The values of --answer by their lines."""
-    found = {}
-    for words in given:
-        line, _, text = words.rpartition("=")
-        if not re.fullmatch(r".+:\d+", line):
-            raise Refused(f"--answer {words}: give FILE.py:LINE=VALUE")
-        try:
-            found[line] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            raise Refused(f"--answer {words}: give a value of Python's, such as False") from None
-    return found
-
-
 def main(words: list[str] | None = None) -> int:
     """Answer a command line; the exit code."""
+    words = sys.argv[1:] if words is None else words
     try:
-        flags = parse(sys.argv[1:] if words is None else words)
-        script = Script(
-            name=flags.script,
-            args=tuple(flags.args),
-            is_module=flags.is_module,
-            target=flags.gpu or "cuda",
-            nproc=flags.nproc,
-            answers=answers(flags.answer),
-            limit=flags.limit,
-        )
-        return tell(predict_script(script, say), flags)
+        if is_about_step(in_front(words)):
+            return about_step(words)
+        return about_script(parse(words))
     except Refused as refusal:
-        words = GIVE_ANSWER.sub(r"--answer \1=VALUE", str(refusal))
-        say(f"footprint: {' '.join(words.split())}")
+        say(f"footprint: {shell_words(refusal)}")
         return REFUSED
-    except (OSError, ValueError) as error:  # of a file that is written for the user
+    except (users_file.Failed, Failed) as failure:
+        traced = "" if isinstance(failure, users_file.Failed) else told(failure.__cause__)
+        say(f"{traced}footprint: {failure}")
+        return FAILED
+    except ValueError as error:
+        say(f"footprint: {' '.join(str(error).split())}")
+        return REFUSED
+    except OSError as error:  # of a file that is written for the user
         say(f"footprint: {error}: name another file")
         return REFUSED
-    except Failed as failure:
-        say(f"{told(failure.__cause__)}footprint: {failure}")
-        return FAILED
+
+
+def about_step(words: list[str]) -> int:
+    """Answer the flags of a step; the exit code. What it needs takes 0.8 s to load."""
+    from footprint import door
+
+    return door.main(words)
+
+
+def about_script(flags: argparse.Namespace) -> int:
+    """Predict a script; the exit code."""
+    script = Script(
+        name=flags.script,
+        args=tuple(flags.args),
+        is_module=flags.is_module,
+        target=flags.gpu or "cuda",
+        nproc=flags.nproc,
+        answers=answers(flags.answer),
+        limit=flags.limit,
+        lengths=read_lengths(flags.lengths),
+    )
+    return tell(predict_script(script, say), flags)
 
 
 def tell(report: ScriptReport, flags: argparse.Namespace) -> int:
@@ -144,7 +162,7 @@ def tell(report: ScriptReport, flags: argparse.Namespace) -> int:
     if placement is Placement.EXPANDABLE:
         print(f"set {ALLOCATOR}={EXPANDABLE}")
     sys.stdout.flush()
-    code = CODES[placement]
+    code = VERDICTS[placement].exit_code
     title = " ".join([flags.script, *flags.args])
     if flags.json:
         found = report.json() | {"script": title, "exit_code": code}
@@ -186,7 +204,7 @@ def command() -> None:
     """The console command. What other programs print that the script starts goes to standard error,
     and threads that it has started end with it.
     """
-    sys.stdout = os.fdopen(os.dup(1), "w")
+    sys.stdout = sys.__stdout__ = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     code = main()
     sys.stdout.flush()

@@ -6,12 +6,23 @@ nor the batches that wait in the memory shared with them.
 """
 
 import copy
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.data import DataLoader, Sampler, Subset, WeightedRandomSampler
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import (
+    DataLoader,
+    Sampler,
+    Subset,
+    WeightedRandomSampler,
+    default_collate,
+    default_convert,
+)
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from footprint.operators import is_fake
@@ -51,7 +62,29 @@ def _without_workers(loader: DataLoader, known: KnownValues) -> DataLoader:
     alone = _with_values(loader, known)
     alone.num_workers = 0
     alone.timeout = 0
+    if loader.collate_fn not in (default_collate, default_convert):
+        alone.collate_fn = _of_known_rows(loader.collate_fn, known)
     return alone
+
+
+def _of_known_rows(collate: Callable, known: KnownValues) -> Callable:
+    @functools.wraps(collate)
+    def collated(rows):
+        return collate(known_rows(rows, known))
+
+    return collated
+
+
+def known_rows(rows: Any, known: KnownValues) -> Any:
+    """Rows that the script has made outside of a data set, with their values where those are known:
+    a function that pads them makes a real tensor, which would have zeros instead.
+    """
+
+    def value(tensor: Tensor) -> Tensor:
+        found = known.of(tensor)
+        return tensor if found is None else found
+
+    return tree_map_only(Tensor, value, rows)
 
 
 def _with_values(holder: DataLoader | Sampler | Subset, known: KnownValues):

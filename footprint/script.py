@@ -36,6 +36,7 @@ from footprint.evaluations import Forwards
 from footprint.flexible import flexible_attention
 from footprint.late import patched_when_imported
 from footprint.launch import environment, no_launches, sharded, surroundings
+from footprint.longest import Longest
 from footprint.owners import label
 from footprint.patches import Patches
 from footprint.places import DEPTH
@@ -50,10 +51,10 @@ from footprint.ranks import as_rank
 from footprint.refusal import HERE, ON_THE_CPU, PACKAGES, Refused, Stopped, is_users, place
 from footprint.rounds import Rounds
 from footprint.unwritten import LIBRARIES, Unwritten
+from footprint.users_file import IS_CLONE, ROOT
 
 LIMIT = 300  # seconds
 AGAIN = 5  # seconds after which a limit is told again, where Python could not raise it
-CLONE = Path(HERE).parent
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 ALLOCATORS = (ALLOCATOR, "PYTORCH_ALLOC_CONF")  # since torch 2.9 also by the second name
 EXPANDABLE = "expandable_segments:True"
@@ -80,6 +81,7 @@ class Script:
     nproc: int = 0  # processes that torchrun starts; 0: it is not started by torchrun
     answers: Mapping[str, object] = field(default_factory=lambda: NO_ANSWERS)
     limit: float = LIMIT
+    lengths: tuple[int, ...] = ()  # of the rows of its data; (): as they are
 
     @property
     def folder(self) -> str:
@@ -126,6 +128,7 @@ class Recorder:
         self.rounds = Rounds(self._begin, self._end)
         self.tracker.on_gradient = self.rounds.got_gradient
         self.forwards = Forwards(self.tracker)
+        self.longest = Longest(script.lengths, self.tracker.known)
         self.phases = Phases(self.card)
         self.before: list[Demand] = []
         self.origins: dict[int, str] = {}
@@ -167,6 +170,7 @@ class Recorder:
         tracker = self.tracker
         found = real_datasets(tracker) | arrays_of_ones(tracker) | self.forwards.patches()
         found[Refused, "__init__"] = self._note_refusal
+        found |= self.longest.patches()
         return found | no_downloads() | surroundings(tracker, self.ranks)
 
     @property
@@ -261,6 +265,10 @@ class Recorder:
                 f"{self.script.name} ended, and an optimizer has taken {self.rounds.count} of the "
                 f"two steps that a prediction needs: {ENOUGH}"
             )
+        if self.script.lengths and not self.longest.is_used:
+            raise Refused(
+                "--lengths: no DataLoader gave the rows of this script's batches: drop it"
+            )
         return self.report
 
     # ---- the limit
@@ -318,15 +326,15 @@ def in_its_place(script: Script) -> Iterator[None]:
 
 def _is_ours(entry: str) -> bool:
     """Whether an entry of sys.path is the clone, whose folders would hide the script's."""
-    return not HERE.startswith(PACKAGES) and Path(entry or ".").resolve() == CLONE
+    return IS_CLONE and Path(entry or ".").resolve() == ROOT
 
 
 def _hides(name: str, module: object) -> bool:
     """Whether a module of the clone may have the name of one of the script's."""
     file = getattr(module, "__file__", None) or ""
-    if HERE.startswith(PACKAGES) or name == "__main__":
+    if not IS_CLONE or name == "__main__":
         return False
-    return file.startswith(f"{CLONE}{os.sep}") and not file.startswith((HERE, PACKAGES))
+    return file.startswith(f"{ROOT}{os.sep}") and not file.startswith((HERE, PACKAGES))
 
 
 def _forget(folder: str) -> None:

@@ -44,7 +44,6 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
         "longhaul.kinds",
         "longhaul.optimizers",
         "longhaul.sampling",
-        "longhaul.users_file",
     },
     {"longhaul.config_checks"},
     {

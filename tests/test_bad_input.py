@@ -26,6 +26,7 @@ import verify_chunked_loss
 from base.flags import underscored
 from benchmarks import attention, decoding, kernels, on_gpu, train_step, vocab_loss
 from data import prepare, recall, report, sums
+from footprint import __main__ as footprint_command
 from lab import grade, intuitor, reward, run_full_analysis
 from longhaul import qwen3
 from scripts import convert_qwen3, equivalence, evaluate, generate, lm_eval, proof_figures
@@ -63,6 +64,7 @@ DOORS = {
     "report": (report.main, "{data}"),
     "opened": (report.main, ""),
     "step": (profile_memory.main, ""),
+    "footprint": (footprint_command.main, ""),
     "grade": (grade.main, f"{POLICY} --max_new_tokens 8"),
     "intuitor": (intuitor.main, f"{POLICY} --max_response_length 8"),
     "soft": (grade.main, ""),
@@ -559,6 +561,13 @@ step --hf {hf} --gpu H100 --device cpu
 step --hf {hf} --answer x=3
 step --hf {hf} --answer "x.py:3=y z"
 step --hf {hf} --fsdp 0
+footprint --hf {hf} --batch 0
+footprint --hf {hf} --lengths 9
+footprint --step {text}
+footprint --nproc x {step}
+footprint --lengths {program} {step}
+footprint --lengths 0 {step}
+footprint --lengths {hf} {step}
 generate --checkpoint {torn_run}
 generate --checkpoint {zipped_pickle}
 evaluate --checkpoint {distributed}

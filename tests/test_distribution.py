@@ -1,6 +1,7 @@
 """The distribution: footprint alone. `longhaul` on the package index is somebody else's package."""
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -81,17 +82,57 @@ def test_the_wheel_works_where_there_is_nothing_but_torch(tmp_path):
         "longhaul_footprint",
     }
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "footprint", "--gpu", "cpu", "train.py"],
-        cwd=tmp_path,
+    (tmp_path / "mine.py").write_text(STEP)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+
+    done = footprint_alone(site, "--gpu", "cpu", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert str(site) in done.stderr and "live peak" in done.stdout
+
+    done = footprint_alone(site, "--step", "mine.py", "--device", "cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["peak_live_bytes"] >= 2 * 4 * 8
+    assert str(site) in done.stderr
+
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    done = footprint_alone(site, "--hf", str(tmp_path), "--seq", "8")
+    assert done.returncode == 0, done.stderr
+    assert "cards:" in done.stdout
+
+
+def footprint_alone(site: Path, *words: str) -> subprocess.CompletedProcess:
+    """The command, beside the folder of what is installed."""
+    return subprocess.run(
+        [sys.executable, "-m", "footprint", *words],
+        cwd=site.parent,
         env=os.environ | {"PYTHONPATH": str(site)},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert str(site) in done.stderr and "live peak" in done.stdout
 
 
+CONFIG = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    vocab_size=64,
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=32,
+)
+STEP = """
+import footprint, torch
+print(footprint.__file__)
+
+def build():
+    weight = torch.nn.Parameter(torch.zeros(8))
+    return weight, torch.optim.SGD([weight])
+
+def step(state):
+    weight, optimizer = state
+    weight.sum().backward()
+    optimizer.step()
+"""
 SCRIPT = """
 import footprint, sys, torch
 print(footprint.__file__)

@@ -1,5 +1,5 @@
-"""`profile_memory.py --step FILE.py` and `--hf MODEL`: what they predict, what fits a card, what
-to change, and bad input.
+"""`footprint --step FILE.py` and `--hf MODEL`, and the same by profile_memory.py: what they
+predict, what fits a card, what to change, and bad input.
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 
 import profile_memory
 from footprint import __main__ as footprint_command
-from longhaul.memory.search import Bounds
+from footprint.search import Bounds
 
 ROOT = Path(__file__).parent.parent
 HUGGING_FACE = "A Hugging Face model"  # sections of docs/FOOTPRINT.md that show what is printed
@@ -115,6 +115,51 @@ def test_8_bit_states_and_ranks_shrink_what_they_should(llama, answer):
     assert ranks["categories"]["parameter"] == pytest.approx(plain["parameter"] / 2, rel=0.01)
     assert ranks["categories"]["unsharded"] > 0
     assert any("FSDP2 gathers ahead" in words for words in ranks["not_modelled"])
+
+
+# ---- the two commands
+
+
+def test_footprint_answers_as_profile_memory_does(mine, answer, tmp_path, capsys):
+    page = tmp_path / "alone.json"
+    flags = ["--batch", "8", "--gpu-memory-gib", "0.5"]
+    alone = footprint_command.main(["--step", mine, *flags, "--json", str(page)])
+    code, found = answer("--step", mine, *flags)
+    assert alone == code == 3
+    assert json.loads(page.read_text()) == found
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--seq 8 --hf /nowhere", "there is no config.json"),
+        ("--hf x --seq 0", "--seq: 0 is out of range: give"),
+        ("--hf x --seq two", "--seq: 'two' is no whole number: give"),
+        ("--hf x --dtype fp8", "--dtype: 'fp8' is unknown: choose from"),
+        ("--hf x --seq", "--seq has no value: give"),
+        ("--hf x --advise=1", "--advise/--no_advise takes no value: drop"),
+        ("--hf x --sqe 3", "did you mean --seq?"),
+        ("--hf x --seq 3 --seq 3", "--seq is given twice: keep one"),
+        ("--hf x stray", "'stray' follows no flag: give"),
+        ("--step nowhere.py", "nowhere.py is no Python file: give"),
+        ("nowhere.py --step 3", "nowhere.py: there is no such file: name"),
+        ("--gpu cpu nowhere.py --hf x", "nowhere.py: there is no such file: name"),
+        ("-m nowhere --hf x --limit 3", "nowhere"),
+    ],
+)
+def test_a_wrong_command_of_footprint_is_one_line(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    is_module = words.startswith("-m")
+    assert footprint_command.main(words.split()) == (1 if is_module else 4)
+    error = capsys.readouterr().err
+    assert said in error
+    assert is_module or error.count("\n") == 1
+
+
+def test_the_files_own_error_has_the_exit_code_of_a_scripts(mine, capsys):
+    Path(mine).write_text("1 / 0")
+    assert footprint_command.main(["--step", mine]) == 1
+    assert "mine.py:1: ZeroDivisionError" in capsys.readouterr().err
 
 
 # ---- a file of the user's

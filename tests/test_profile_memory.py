@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import profile_memory
+from footprint.search import Verdict, placed
 from longhaul import cli
 from longhaul.config import TrainConfig
 from longhaul.memory import solve
 from longhaul.memory.needs import demand
-from longhaul.memory.search import Verdict, placed
 from longhaul.memory.simulate import profile
 from model import GIB
 from tests.tiers import slow

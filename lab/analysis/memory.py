@@ -22,6 +22,7 @@ from base.flags import PRECISIONS
 from footprint.device import HALF_SINCE, Card
 from footprint.places import is_on_meta
 from footprint.prediction import trace_two_steps
+from footprint.search import Found, Lever, placed
 from footprint.tracker import NO_STORAGE, Tracker
 from lab.analysis import run
 from lab.analysis.autoencoder import Autoencoder
@@ -35,7 +36,6 @@ from longhaul.kinds import attention_kind
 from longhaul.memory.advise import Task, smaller_batches
 from longhaul.memory.needs import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.plan import flag_of
-from longhaul.memory.search import Found, Lever, placed
 from longhaul.memory.simulate import on_target
 from longhaul.memory.workspace import Workspaces
 from model import GIB, Decoder, ModelConfig

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from footprint.users_file import Failed, named_function, told_in_one_line
 from longhaul.exits import BAD_INPUT, Halt
-from longhaul.users_file import Failed, named_function, told_in_one_line
 
 Decode = Callable[[Sequence[int]], str]
 MOST_LETTERS = 40  # of a text, in an error

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from footprint.device import HALF_SINCE, Card
+from footprint.search import Found, Lever, Say, Search, Verdict
 from longhaul.memory import solve
 from longhaul.memory.plan import Plan
-from longhaul.memory.search import Found, Lever, Say, Search, Verdict
 from model import GIB
 
 VERDICTS = {

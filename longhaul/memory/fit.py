@@ -18,12 +18,12 @@ from typing import Any
 
 from data.mixture import open_corpora
 from footprint.device import Placement
+from footprint.search import Found, Lever, Search, pulled
 from longhaul.config import TrainConfig
 from longhaul.kernels import loss_path
 from longhaul.kinds import attention_kind
 from longhaul.memory.plan import Plan, plan
 from longhaul.memory.program import ROLLOUT
-from longhaul.memory.search import Found, Lever, Search, pulled
 from model import GIB, PRESETS, ModelConfig
 
 PATIENCE = 24 * 3600  # seconds: a run that is proposed for a CPU ends within them

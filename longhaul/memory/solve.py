@@ -14,12 +14,7 @@ import functools
 
 import torch
 
-from longhaul.config import TrainConfig
-from longhaul.kinds import attention_kind
-from longhaul.memory import fit, reserve
-from longhaul.memory.needs import PROCESS_GIB, demand
-from longhaul.memory.plan import Plan, on_ranks, sizes_that_share
-from longhaul.memory.search import (
+from footprint.search import (
     AS_ASKED,
     Bounds,
     Found,
@@ -32,6 +27,11 @@ from longhaul.memory.search import (
     pulled,
     silent,
 )
+from longhaul.config import TrainConfig
+from longhaul.kinds import attention_kind
+from longhaul.memory import fit, reserve
+from longhaul.memory.needs import PROCESS_GIB, demand
+from longhaul.memory.plan import Plan, on_ranks, sizes_that_share
 from longhaul.memory.simulate import MOST_TOKENS
 from model import GIB
 

@@ -13,6 +13,7 @@ from data.prompts import Prompt
 from footprint.allocator import replay
 from footprint.device import Demand
 from footprint.measure import peak_bytes
+from footprint.search import AS_ASKED, Search
 from footprint.trace import Trace
 from lab.posttrain import grade, policy, rollout
 from lab.posttrain.config import GradeConfig, IntuitorConfig
@@ -26,7 +27,6 @@ from longhaul.memory.needs import PROCESS_GIB, at_least, demand, needs
 from longhaul.memory.needs import largest as largest_method
 from longhaul.memory.program import Program, program_of
 from longhaul.memory.reconcile import allocator_peak
-from longhaul.memory.search import AS_ASKED, Search
 from longhaul.memory.simulate import profile, simulate, trace_real_run
 from model import GIB
 from tests.test_fit import ladder

@@ -1,4 +1,4 @@
-"""One search: for longhaul's own steps, those of a file or of Hugging Face, and for an analysis.
+"""One search: for a step of a file or of Hugging Face, and for those of longhaul's programs.
 
 A request is any value; a judge says what it needs on the device that is searched for. Three ways
 lead to an answer: the first of several requests that fits, the largest size that fits, and changes
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from footprint.allocator import GIB
 from footprint.device import SIZES, Placement
-from model import GIB
 
 AS_ASKED = "as asked"
 LEFT_OUT = "; saves nothing, left out"
@@ -42,6 +42,13 @@ class Verdict(enum.Enum):
     @property
     def exit_code(self) -> int:
         return self.value
+
+
+VERDICTS = {
+    Placement.FITS: Verdict.FITS,
+    Placement.EXPANDABLE: Verdict.AFTER_CHANGES,
+    Placement.TOO_SMALL: Verdict.NOTHING,
+}
 
 
 def note_on_size(gib: float) -> str | None:

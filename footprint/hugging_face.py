@@ -14,16 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from base.flags import PRECISIONS, spellings
+from footprint.eight_bit import EightBitAdamW
 from footprint.refusal import PACKAGES, TORCH, Refused
-from longhaul import optimizers
-from longhaul.memory.search import TooLong
-from longhaul.users_file import described, lines_of
+from footprint.search import TooLong
+from footprint.users_file import described, lines_of
 
-DTYPES = {
-    spelling: getattr(torch, PRECISIONS[name])
-    for spelling, name in spellings("fp32", "bf16").items()
-}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "sgd")
 RATE = 1e-4  # the learning rate, on which no memory depends
 ELSEWISE = "write build() and step(state) into a file and give --step FILE.py"
@@ -40,6 +36,15 @@ REMEDIES = {
     "padding token": 'give config.json a "pad_token_id", or --batch 1',
     "decoder_start_token_id": 'give config.json a "decoder_start_token_id", such as 0',
 }
+
+
+def spellings(precision: str) -> tuple[str, str, str]:
+    """A precision as it is spelled here, in torch, and as torch prints it."""
+    printed = str(PRECISIONS[precision])
+    return precision, printed.removeprefix("torch."), printed
+
+
+DTYPES = {spelling: PRECISIONS[name] for name in PRECISIONS for spelling in spellings(name)}
 
 
 class Unusable(ValueError):
@@ -215,8 +220,7 @@ def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     if name == "adamw_8bit":
-        groups = [dict(params=list(model.parameters()), weight_decay=0.01)]
-        return optimizers.AdamW(groups, optimizers.EightBit(), (0.9, 0.999), 1e-8, RATE)
+        return EightBitAdamW(model.parameters(), dict(lr=RATE))
     fused = True if name == "adamw_fused" else None
     return torch.optim.AdamW(model.parameters(), fused=fused)
 

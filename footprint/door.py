@@ -1,18 +1,17 @@
-"""`profile_memory.py --step FILE.py` or `--hf MODEL`: the memory of a step that is not longhaul's.
+"""`footprint --step FILE.py` and `footprint --hf MODEL`: the memory of a step, what fits a card,
+and what to change.
 
 The file defines build() and step(state), as footprint.predict takes them; if step has parameters
 `batch` and `seq`, the flags of that name set them. Of a Hugging Face model only the configuration
 is read. See docs/FOOTPRINT.md.
 """
 
-import ast
 import contextlib
 import dataclasses
 import functools
 import inspect
 import json
 import logging
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -24,20 +23,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from base.flags import spellings
-from footprint import Refused, Report, predict
+from footprint import flags, hub, hugging_face, users_file
+from footprint.allocator import GIB
 from footprint.device import HALF_SINCE, Card, Placement, card
 from footprint.device import SIZES as CARD_SIZES
+from footprint.flags import between, flag
+from footprint.hugging_face import DTYPES, OPTIMIZERS, spellings
 from footprint.owners import holdings
 from footprint.patches import defaults_kept
-from footprint.prediction import NEEDS_CUDA
-from footprint.refusal import place_of
-from longhaul import cli, users_file
-from longhaul.cli import flag
-from longhaul.memory import hub, hugging_face
-from longhaul.memory.hugging_face import DTYPES, OPTIMIZERS
-from longhaul.memory.search import MOST as MOST_TRIED
-from longhaul.memory.search import (
+from footprint.prediction import NEEDS_CUDA, predict
+from footprint.refusal import Refused, place_of
+from footprint.report import Report
+from footprint.search import MOST as MOST_TRIED
+from footprint.search import (
+    VERDICTS,
     Bounds,
     Found,
     Lever,
@@ -47,21 +46,12 @@ from longhaul.memory.search import (
     Verdict,
     note_on_size,
 )
-from longhaul.users_file import UsersFile
-from model import GIB
+from footprint.users_file import UsersFile
 
-OPENS = ("step", "hf")  # flags that lead here
 OF_HF = ("dtype", "autocast", "optimizer", "checkpointing")  # build() decides them otherwise
 SIZES = ("batch", "seq")
 AUTOCASTS = ("none", *spellings("bf16"))
 STANDARD_OUTPUT = "-"  # instead of a file, for --json without a name
-# how a refusal of footprint says that a value may be given
-GIVE_ANSWER = re.compile(r"answers=\{'([^']+)': \.\.\.\}")
-VERDICTS = {
-    Placement.FITS: Verdict.FITS,
-    Placement.EXPANDABLE: Verdict.AFTER_CHANGES,
-    Placement.TOO_SMALL: Verdict.NOTHING,
-}
 SOLVES = {"context": "seq", "batch": "batch"}  # --solve -> the flag that it sets
 UNITS = {"batch": 1, "seq": 64}  # rows, tokens: what is solved for is a multiple
 MOST = 2**31 - 1  # rows, tokens
@@ -71,32 +61,28 @@ MANY = 8  # ranks that --advise tries at most, unless --gpus says otherwise
 
 
 @dataclass(frozen=True)
-class CardFlags:
-    """The card that shall hold a step, the questions about it, and the files of the answers."""
+class OnCard:
+    """The card that shall hold a step, and the files of the answers."""
 
-    gpu: str = flag("", "name of the card that shall hold the step, such as H100", group="profiler")
+    gpu: str = flag("", "name of the card that shall hold the step, such as H100")
     gpu_memory_gib: float = flag(
         0.0,
         f"memory of one GPU, instead of --gpu; --solve assumes {DEFAULT_GIB:g} if neither is given",
-        ("vram",),
-        group="profiler",
+        "--vram",
+        type=flags.number,
     )
     cc: int = flag(
         0,
-        "compute capability x 10 of the GPU, such as 86; 0: that of --gpu, or 80",
-        at_least=0,
-        at_most=999,
-        group="profiler",
+        "compute capability x 10 of the GPU, such as 86, instead of that of --gpu, or 80",
+        type=between(0, 999),
     )
-    html: str = flag(
-        "", "HTML file to write: the step's timeline and tables on one page", group="profiler"
-    )
+    html: str = flag("", "file to write: the timeline and the tables on one page")
     json: str = flag(
         "",
-        "file of every result; without a name, standard output, and all else goes to standard "
-        "error",
-        bare=STANDARD_OUTPUT,
-        group="profiler",
+        "file to write: every result; without a name, standard output, and all else goes to "
+        "standard error",
+        nargs="?",
+        const=STANDARD_OUTPUT,
     )
 
     @property
@@ -126,8 +112,8 @@ class CardFlags:
 
 
 @dataclass(frozen=True)
-class StepConfig(CardFlags):
-    """The flags of `profile_memory.py --step` and `--hf`."""
+class StepConfig(OnCard):
+    """The flags of `footprint --step` and `footprint --hf`."""
 
     step: str = flag("", "FILE.py[:build,step]: a file with build() and step(state)")
     hf: str = flag(
@@ -136,13 +122,13 @@ class StepConfig(CardFlags):
         "hub, such as Qwen/Qwen3-8B",
     )
     device: str = flag("cuda", "device that is predicted", choices=("cpu", "cuda"))
-    depth: int = flag(2, "of the module names that stages tell apart", at_least=1, at_most=99)
-    svg: str = flag("", "SVG file to write: the timeline alone")
+    depth: int = flag(2, "of the module names that stages tell apart", type=between(1, 99))
+    svg: str = flag("", "file to write: the timeline alone")
     seq: int = flag(
-        512, "tokens of a row; with --step the argument seq of step", at_least=1, at_most=MOST
+        512, "tokens of a row; with --step the argument seq of step", type=between(1, MOST)
     )
     batch: int = flag(
-        1, "rows of a rank; with --step the argument batch of step", at_least=1, at_most=MOST
+        1, "rows of a rank; with --step the argument batch of step", type=between(1, MOST)
     )
     dtype: str = flag("fp32", "of the parameters, with --hf", choices=tuple(DTYPES))
     autocast: str = flag("none", "compute precision, with --hf", choices=AUTOCASTS)
@@ -151,24 +137,24 @@ class StepConfig(CardFlags):
     answer: tuple[str, ...] = flag(
         (),
         "value that is read from a tensor in a line of the step, such as mine.py:12=False",
-        many=True,
+        nargs="+",
     )
     fsdp: int = flag(
         1,
         "ranks that share the model (FSDP2); with --step build() shards it",
-        at_least=1,
-        at_most=MOST_RANKS,
+        type=between(1, MOST_RANKS),
     )
     solve: str = flag(
-        "none", "what to find: the longest row or the most rows", (), ("none", "context", "batch")
+        "none",
+        "what to find: the longest row or the most rows",
+        choices=("none", "context", "batch"),
     )
     advise: bool = flag(False, "say what to change so that the step fits --gpu or --vram")
     gpus: int = flag(
-        MANY, "most GPUs that share the model, with --advise", at_least=1, at_most=MOST_RANKS
+        MANY, "most GPUs that share the model, with --advise", type=between(1, MOST_RANKS)
     )
 
     def __post_init__(self):
-        cli.check_ranges(self)
         if bool(self.step) == bool(self.hf):
             raise ValueError("--step FILE.py and --hf FOLDER say what is predicted: give one")
         if self.advise and self.solve != "none":
@@ -180,39 +166,24 @@ class StepConfig(CardFlags):
         self.answers()
 
     def answers(self) -> dict[str, object]:
-        """The values of --answer by their lines, as footprint.predict takes them."""
-        found = {}
-        for words in self.answer:
-            line, _, text = words.rpartition("=")
-            if not re.fullmatch(r".+:\d+", line):
-                raise ValueError(f"--answer {words}: give FILE.py:LINE=VALUE")
-            found[line] = _value(text)
-        return found
+        """The values of --answer by their lines."""
+        return flags.answers(self.answer)
 
 
-def is_asked_for(words: list[str]) -> bool:
-    """Whether a command line is about a step that is not longhaul's."""
-    names = {word.split("=")[0] for word in words}
-    return any(f"--{name}" in names for name in OPENS)
+def shown(line: str) -> None:
+    """Print a line at once: a search takes seconds for each."""
+    print(line, flush=True)
 
 
-def _value(text: str) -> object:
-    """What a Python literal says, or a number such as nan; ValueError for anything else."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(
-            f"--answer ...={text} has no value of Python's: give one such as False, 3 or nan"
-        ) from None
-
-
-def main(words: list[str], say: Say) -> int:
+def main(words: list[str], say: Say = shown) -> int:
     """Answer a command line, say it line by line, and write its files; the exit code."""
-    typed = cli.given(StepConfig, words, __doc__.splitlines()[0])
+    parser = flags.step_parser(
+        StepConfig,
+        prog="footprint",
+        usage="footprint --step FILE.py [flags]\n       footprint --hf MODEL [flags]",
+        description="The memory of a step, what fits a card, and what to change.",
+    )
+    typed = flags.given(parser, words)
     cfg = StepConfig(**typed)
     _check_questions(cfg, typed.keys())
     with apart_from_json(cfg.json), defaults_kept():
@@ -392,7 +363,7 @@ def _worded_for_the_shell() -> Iterator[None]:
     try:
         yield
     except Refused as refusal:
-        raise Refused(GIVE_ANSWER.sub(r"--answer \1=VALUE", str(refusal))) from refusal
+        raise Refused(flags.shell_words(refusal)) from refusal
     finally:
         log.disabled = was_off
 

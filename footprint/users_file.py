@@ -1,8 +1,8 @@
 """A Python file of the user's, run as `python FILE` runs it, apart from its main part.
 
-Its folder comes first on sys.path, and nothing of longhaul stands in front of the user's modules:
-longhaul runs from a clone whose top-level modules have names such as `model`, `train` and `data`,
-and so do those of many projects. What goes wrong in the file is told in one line.
+Its folder comes first on sys.path. If footprint runs from longhaul's clone, nothing of the clone
+stands in front of the user's modules: its top-level modules have names such as `model`, `train` and
+`data`, and so do those of many projects. What goes wrong in the file is told in one line.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from types import ModuleType, TracebackType
 from footprint.refusal import LIBRARY, PACKAGES, Refused, place_of
 
 ROOT = Path(__file__).parents[1]
+IS_CLONE = (ROOT / "profile_memory.py").is_file()  # footprint may be installed instead
 PARTS = ("longhaul", "footprint", "profile_memory.py", "verify_chunked_loss.py")
 OURS = tuple(str(ROOT / name) for name in PARTS)
 # what multiprocessing names a script whose main part it does not run
@@ -106,13 +107,15 @@ def _is_python(file: Path) -> bool:
 def _search_path(folder: Path) -> list[str]:
     """sys.path with the file's folder in front, in place of that of the running script."""
     search = list(sys.path)
-    if str(ROOT) in search:
+    if IS_CLONE and str(ROOT) in search:
         search.remove(str(ROOT))
     return [str(folder), *search]
 
 
 def _our_names() -> set[str]:
     """The top-level modules of the clone."""
+    if not IS_CLONE:
+        return set()
     packages = {path.parent.name for path in ROOT.glob("*/*.py")}
     return packages | {path.stem for path in ROOT.glob("*.py")}
 

@@ -19,14 +19,15 @@ from typing import ClassVar
 import torch
 
 from base.flags import PRECISIONS, RaisingParser, spellings
-from footprint import door, page
 from footprint.__main__ import main as script_memory
-from footprint.device import HALF_SINCE, Demand
-from footprint.flags import is_about_step
-from footprint.search import VERDICTS, Verdict, note_on_size
-from footprint.snapshot import write_snapshot
-from footprint.tables import heading
-from footprint.trace import Trace
+from footprint.answers import page
+from footprint.answers.snapshot import write_snapshot
+from footprint.answers.tables import heading
+from footprint.cards.device import HALF_SINCE, Demand
+from footprint.record.trace import Trace
+from footprint.steps import door
+from footprint.steps.flags import is_about_step
+from footprint.steps.search import VERDICTS, Verdict, note_on_size
 from lab.analysis import memory as analysis
 from lab.analysis.config import Measures
 from lab.analysis.memory import Analysed
@@ -35,12 +36,12 @@ from longhaul import cli, dist
 from longhaul.checkpoint import start
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
-from longhaul.memory import advise, reconcile, report, reserve
-from longhaul.memory import solve as solver
-from longhaul.memory.card_flags import CardFlags
-from longhaul.memory.needs import largest
-from longhaul.memory.plan import host_available_bytes, on_ranks
-from longhaul.memory.simulate import profile
+from longhaul.planner import advise, reconcile, report, reserve
+from longhaul.planner import solve as solver
+from longhaul.planner.card_flags import CardFlags
+from longhaul.planner.needs import largest
+from longhaul.planner.plan import host_available_bytes, on_ranks
+from longhaul.planner.simulate import profile
 from model import GIB, ModelConfig
 
 DTYPES = spellings(*PRECISIONS)

@@ -32,11 +32,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from base.flags import PRECISIONS, Parser, precision
-from footprint.measure import peak_bytes, saved_bytes
-from footprint.users_file import named_function, told_in_one_line
+from footprint.kernels.measure import peak_bytes, saved_bytes
+from footprint.python.users_file import named_function, told_in_one_line
 from longhaul.dist import World, named_device
 from longhaul.kernels import loss_path
-from longhaul.memory.plan import available_gib
+from longhaul.planner.plan import available_gib
 from longhaul.vocab import linear_cross_entropy
 from longhaul.vocab.check import (
     CHECKS,

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 
 from base.flags import Parser, precision
 from benchmarks.clock import CPU, relative, seconds
-from footprint import svg
-from footprint.measure import peak_bytes
-from footprint.svg import Scale
+from footprint.answers import svg
+from footprint.answers.svg import Scale
+from footprint.kernels.measure import peak_bytes
 from longhaul import kernels
 from longhaul.dist import named_device
 from longhaul.sparse.choose import choose_blocks

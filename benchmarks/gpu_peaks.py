@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from base.flags import Parser
-from footprint import predict, svg
-from footprint.svg import Scale
+from footprint import predict
+from footprint.answers import svg
+from footprint.answers.svg import Scale
 
 MEASURED = Path(__file__).with_suffix(".json")
 MIB = 2**20

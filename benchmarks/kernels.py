@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 
 from base.flags import Parser
-from footprint.patches import patched
+from footprint.python.patches import patched
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.dist import named_device

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from base import durable
-from longhaul.memory.watch import out_of_memory
+from longhaul.planner.watch import out_of_memory
 
 KINDS = {
     "text": "{}",

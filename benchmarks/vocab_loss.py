@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import clock
 from benchmarks.record import Run, Table, attempt, where
-from footprint.measure import peak_bytes
+from footprint.kernels.measure import peak_bytes
 from longhaul.cli import Parser
 from longhaul.dist import named_device
 from longhaul.kernels import loss_path

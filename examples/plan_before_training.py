@@ -9,7 +9,7 @@ import torch
 from transformers import TrainerCallback
 
 from footprint import estimate_memory
-from footprint.device import installed_card
+from footprint.cards.device import installed_card
 
 GIB = 2**30
 

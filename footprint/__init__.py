@@ -6,10 +6,10 @@
 `python -m footprint train.py --its flags` does it for a script, unchanged. See docs/FOOTPRINT.md.
 """
 
-from footprint.estimate import estimate_memory
-from footprint.prediction import measure, predict
-from footprint.refusal import Refused
-from footprint.report import Report
+from footprint.answers.report import Report
+from footprint.python.refusal import Refused
+from footprint.steps.estimate import estimate_memory
+from footprint.steps.prediction import measure, predict
 
 __all__ = [
     "Refused",

@@ -19,15 +19,15 @@ import sys
 import traceback
 from pathlib import Path
 
-from footprint import users_file
-from footprint.allocator import GIB
-from footprint.answer import ScriptReport
-from footprint.device import Placement, target_card
-from footprint.flags import Parser, answers, between, is_about_step, number, shell_words
-from footprint.longest import read_lengths
-from footprint.refusal import HERE, Refused
-from footprint.script import ALLOCATOR, EXPANDABLE, LIMIT, Failed, Script, predict_script
-from footprint.search import VERDICTS
+from footprint.cards.allocator import GIB
+from footprint.cards.device import Placement, target_card
+from footprint.python import users_file
+from footprint.python.refusal import HERE, Refused
+from footprint.scripts.answer import ScriptReport
+from footprint.scripts.longest import read_lengths
+from footprint.scripts.script import ALLOCATOR, EXPANDABLE, LIMIT, Failed, Script, predict_script
+from footprint.steps.flags import Parser, answers, between, is_about_step, number, shell_words
+from footprint.steps.search import VERDICTS
 
 FAILED = 1
 REFUSED = 4

@@ -27,7 +27,7 @@ from lab.analysis.samples import Samples
 from longhaul import cli
 from longhaul.checkpoint import start
 from longhaul.dist import World, named_device
-from longhaul.memory.plan import available_gib
+from longhaul.planner.plan import available_gib
 from model import Decoder
 from scripts.evaluate import Opened, check_data, note_if_beyond, open_data, print_folded
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from base.flags import PRECISIONS, spellings
 from data.mixture import DECIMALS
 from data.order import parse_ranges
-from footprint.device import DEFAULT
+from footprint.cards.device import DEFAULT
 from longhaul import config_checks, lengths
 from longhaul.cli import check_ranges, flag, known_words, read_pairs, words_of
 from longhaul.dist import divisors
@@ -53,7 +53,7 @@ class TrainConfig:
     PROGRAM: ClassVar[str] = "train.py"  # what is run with these settings
     TASK: ClassVar[str] = "train"  # what --task of profile_memory.py calls that
     # MODULE:CLASS of what the planner runs; named, because the planner is above the settings
-    PLANNED: ClassVar[str] = "longhaul.memory.program:Program"
+    PLANNED: ClassVar[str] = "longhaul.planner.program:Program"
     SAMPLES: ClassVar[bool] = False  # whether a step begins with text that the model writes
     DTYPES: ClassVar[dict[str, str]] = DTYPE_SPELLINGS  # spelling of --dtype -> the one that counts
     UNTIMED: ClassVar[str] = ""  # what the predicted time of a step leaves out

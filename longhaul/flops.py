@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from data.progress import duration
-from footprint.device import DEFAULT, target_card
+from footprint.cards.device import DEFAULT, target_card
 from longhaul import kernels
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind

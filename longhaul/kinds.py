@@ -252,7 +252,7 @@ KINDS: dict[str, type[Kind]] = {
 KINDS |= {config.name: selected_kind(config) for config in SELECTED}
 
 
-# The kinds that `longhaul.memory.verify_kind.verify_kind` is known to pass; a run with another one
+# The kinds that `longhaul.planner.verify_kind.verify_kind` is known to pass; a run with another one
 # warns.
 VERIFIED = ("standard", "nsa", "indexed", *(config.name for config in SELECTED))
 

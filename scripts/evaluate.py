@@ -43,9 +43,9 @@ from longhaul.evals.position import Losses
 from longhaul.evals.score import Item, ModelScorer, Scorer, Scores, text_sizes
 from longhaul.evals.tasks import ALL_TASKS, TASKS
 from longhaul.kinds import attention_kind
-from longhaul.memory import evaluation as planner
-from longhaul.memory.plan import available_gib
 from longhaul.parallel import apply
+from longhaul.planner import evaluation as planner
+from longhaul.planner.plan import available_gib
 from model import Decoder, ModelConfig
 from scripts.source import Source, SourceConfig, check_ids
 

@@ -25,7 +25,7 @@ from longhaul.generate import (
     generate,
 )
 from longhaul.kinds import attention_kind
-from longhaul.memory.plan import available_gib
+from longhaul.planner.plan import available_gib
 from longhaul.sampling import check_sampling
 from model import GIB, ModelConfig
 from scripts.source import Source, SourceConfig, tokenizer_of

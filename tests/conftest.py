@@ -47,7 +47,7 @@ IMPORTED = pytest.StashKey[int]()  # how many modules there were the last time
 
 def leave_imports_out(session: pytest.Session):
     """Python looks for garbage among what tests make, not among what imports have made: a million
-    objects take 0.25 s, and `footprint.measure` looks each time.
+    objects take 0.25 s, and `footprint.kernels.measure` looks each time.
     """
     count = len(sys.modules)
     if count > session.stash.get(IMPORTED, 0):

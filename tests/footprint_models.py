@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from footprint import Report
-from footprint.outside import random_states
-from footprint.patches import patched
-from footprint.places import DEPTH, StepTracker
-from footprint.prediction import trace_two_steps
-from footprint.values import KnownValues
-from footprint.workspace import ProbedWorkspaces
+from footprint.kernels.workspace import ProbedWorkspaces
+from footprint.pretend.outside import random_states
+from footprint.pretend.places import DEPTH, StepTracker
+from footprint.pretend.values import KnownValues
+from footprint.python.patches import patched
+from footprint.steps.prediction import trace_two_steps
 
 WIDTH = 128
 HEADS = 4

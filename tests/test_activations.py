@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from footprint.measure import saved_bytes
-from footprint.patches import patched
+from footprint.kernels.measure import saved_bytes
+from footprint.python.patches import patched
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.parallel import checkpointing, tiling

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from footprint.allocator import MIB, Allocator, OutOfMemory, of_step, replay
-from footprint.device import (
+from footprint.cards.allocator import MIB, Allocator, OutOfMemory, of_step, replay
+from footprint.cards.device import (
     Demand,
     Placement,
     beyond_the_allocator,
@@ -19,9 +19,9 @@ from footprint.device import (
     waterfall,
     with_cublas,
 )
-from footprint.trace import Event, Storage, Trace
+from footprint.record.trace import Event, Storage, Trace
 from longhaul.config import TrainConfig
-from longhaul.memory.simulate import simulate
+from longhaul.planner.simulate import simulate
 from model import GIB
 
 

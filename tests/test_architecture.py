@@ -54,7 +54,7 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
     },
     {"longhaul.flops", "longhaul.step"},
     {"longhaul.checkpoint", "longhaul.evals"},
-    {"longhaul.memory"},
+    {"longhaul.planner"},
     {"longhaul.run"},
     {"lab.analysis", "lab.posttrain"},
     {"train", "profile_memory", "verify_chunked_loss"},

@@ -15,7 +15,7 @@ from longhaul.checkpoint.load import load_model, newest, verified
 from longhaul.config import TrainConfig
 from longhaul.flops import keys_read, train_flops
 from longhaul.kinds import KINDS, Kind
-from longhaul.memory.verify_kind import verify_kind
+from longhaul.planner.verify_kind import verify_kind
 from model import Attention, ModelConfig, NSAConfig
 from tests import kit, oracle, test_selectors
 from tests.ranks import run_ranks

@@ -8,9 +8,9 @@ import torch
 
 from base import machine
 from base.machine import has_triton
-from footprint.measure import peak_bytes
-from longhaul.memory.simulate import on_target
-from longhaul.memory.workspace import Workspaces
+from footprint.kernels.measure import peak_bytes
+from longhaul.planner.simulate import on_target
+from longhaul.planner.workspace import Workspaces
 from longhaul.sparse import block_sparse_attention, engine
 from longhaul.sparse.plain import plain_block_sparse_attention
 from tests.oracle import attend

@@ -11,9 +11,9 @@ from base.flags import Parser, RaisingParser
 from longhaul import cli, config_checks, dist
 from longhaul.config import DTYPE_SPELLINGS, TrainConfig
 from longhaul.lengths import rate_schedule
-from longhaul.memory import plan as planner
 from longhaul.optim import learning_rate
 from longhaul.other_names import OUR_NAMES, WITHOUT_FLAG
+from longhaul.planner import plan as planner
 from profile_memory import ProfileConfig
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(TrainConfig)}

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from footprint.measure import peak_bytes, saved_bytes
+from footprint.kernels.measure import peak_bytes, saved_bytes
 from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.evals.score import Item, ModelScorer

@@ -14,10 +14,10 @@ from longhaul import cli, config_checks, dist
 from longhaul.config import TrainConfig
 from longhaul.exits import WorldError
 from longhaul.kinds import unfit_exchanges
-from longhaul.memory import fit
-from longhaul.memory import plan as planner
-from longhaul.memory.needs import PROCESS_GIB, needs
 from longhaul.parallel import context
+from longhaul.planner import fit
+from longhaul.planner import plan as planner
+from longhaul.planner.needs import PROCESS_GIB, needs
 from tests import kit
 from tests.ranks import run_program
 

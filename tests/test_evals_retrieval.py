@@ -15,7 +15,7 @@ import torch
 import data.recall
 from data.dataset import open_dataset
 from data.writer import write_dataset
-from footprint import svg
+from footprint.answers import svg
 from longhaul import dist
 from longhaul.evals import heatmap
 from longhaul.evals.intervals import Interval, wilson

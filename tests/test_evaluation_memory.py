@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from footprint.measure import peak_bytes
+from footprint.kernels.measure import peak_bytes
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.evals.score import Item, ModelScorer
-from longhaul.memory import evaluation
-from longhaul.memory import simulate as training
+from longhaul.planner import evaluation
+from longhaul.planner import simulate as training
 from model import GIB
 from tests.tiers import few_fast, slow
 

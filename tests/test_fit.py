@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from footprint.device import Placement, card
-from footprint.search import AS_ASKED, Found, Lever, Search, pulled
+from footprint.cards.device import Placement, card
+from footprint.steps.search import AS_ASKED, Found, Lever, Search, pulled
 from lab.posttrain.config import IntuitorConfig
 from longhaul.config import TrainConfig
 from longhaul.dist import World
-from longhaul.memory import advise, fit, plan, solve
+from longhaul.planner import advise, fit, plan, solve
 
 CFG = TrainConfig(model_size="0.6B", context_length=65536, batch_size=4, loss="standard")
 SHALLOW = dataclasses.replace(CFG, model_overrides=("num_layers=1",))

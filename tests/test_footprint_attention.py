@@ -12,12 +12,12 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import profile_memory
 from footprint import predict
-from footprint.attention import IS_2_14, allowed, plain_products
-from footprint.device import card
-from footprint.prediction import measure
-from footprint.refusal import Refused
+from footprint.cards.device import card
+from footprint.kernels.attention import IS_2_14, allowed, plain_products
+from footprint.python.refusal import Refused
+from footprint.steps.prediction import measure
 from longhaul.config import TrainConfig
-from longhaul.memory.simulate import simulate
+from longhaul.planner.simulate import simulate
 
 aten = torch.ops.aten
 GIB = 2**30

@@ -14,7 +14,7 @@ import pytest
 
 import profile_memory
 from footprint import __main__ as footprint_command
-from footprint.search import Bounds
+from footprint.steps.search import Bounds
 
 ROOT = Path(__file__).parent.parent
 HUGGING_FACE = "A Hugging Face model"  # sections of docs/FOOTPRINT.md that show what is printed

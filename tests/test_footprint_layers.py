@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from footprint import measure, predict
-from footprint.operators import FakeTensors, corrected, is_fake
-from footprint.probe import inside_bytes
-from footprint.workspace import KernelWorkspaces, ProbedWorkspaces
+from footprint import predict
+from footprint.kernels import measure
+from footprint.kernels.operators import FakeTensors, corrected, is_fake
+from footprint.kernels.probe import inside_bytes
+from footprint.kernels.workspace import KernelWorkspaces, ProbedWorkspaces
 from tests.footprint_models import trained
 
 TOLERANCE = 12  # bytes
@@ -495,7 +496,7 @@ def test_long_rows_of_an_lstm_are_extended_from_shorter_ones(monkeypatch):
         return torch.randn(203, 8, 48)
 
     build, step = trained_on(functools.partial(Recurrent, bidirectional=True), rows)
-    monkeypatch.setattr("footprint.recurrent.MOST_PRODUCTS", 0)
+    monkeypatch.setattr("footprint.kernels.recurrent.MOST_PRODUCTS", 0)
     assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
 
 

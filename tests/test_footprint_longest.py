@@ -5,7 +5,7 @@ import json
 import pytest
 
 from footprint.__main__ import main
-from footprint.measure import recorded_peak
+from footprint.kernels.measure import recorded_peak
 
 HEAD = """
 import torch

@@ -10,7 +10,7 @@ import torch
 import model
 from base import machine
 from longhaul import kernels
-from longhaul.memory.simulate import on_target
+from longhaul.planner.simulate import on_target
 from model import ModelConfig, NSAConfig, Standard
 from tests import oracle
 

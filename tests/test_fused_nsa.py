@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from base import machine
-from footprint.patches import patched
-from longhaul.memory.simulate import on_target
+from footprint.python.patches import patched
+from longhaul.planner.simulate import on_target
 from longhaul.sparse.decode import BlockCache
 from longhaul.sparse.nsa import engine
 from longhaul.sparse.selectors import Exact

@@ -13,10 +13,10 @@ from longhaul.checkpoint.format import model_config, named_shards
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.flops import GPU_FLOPS, keys_read, train_flops, train_operations
-from longhaul.memory import plan as planner
-from longhaul.memory.needs import WARM_UP, largest
-from longhaul.memory.reconcile import allocator_peak
-from longhaul.memory.simulate import simulate
+from longhaul.planner import plan as planner
+from longhaul.planner.needs import WARM_UP, largest
+from longhaul.planner.reconcile import allocator_peak
+from longhaul.planner.simulate import simulate
 from longhaul.sparse.indexer import Indexed
 from model import Decoder, ModelConfig, Standard
 from tests.tiers import slow

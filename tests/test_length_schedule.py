@@ -17,9 +17,9 @@ from data.writer import write_dataset
 from longhaul.checkpoint import start
 from longhaul.config import TrainConfig
 from longhaul.dist import World
-from longhaul.memory import plan as planner
-from longhaul.memory.reconcile import measure
-from longhaul.memory.simulate import simulate
+from longhaul.planner import plan as planner
+from longhaul.planner.reconcile import measure
+from longhaul.planner.simulate import simulate
 from longhaul.run import training
 from tests import kit
 from tests.ranks import run_program

@@ -5,14 +5,14 @@ of the 4B.
 import pytest
 import torch
 
-from footprint.device import Demand
-from footprint.unroll import LAYERS, unroll
+from footprint.cards.device import Demand
+from footprint.record.unroll import LAYERS, unroll
 from longhaul.config import TrainConfig
-from longhaul.memory import plan as planner
-from longhaul.memory import solve
-from longhaul.memory.needs import needs
-from longhaul.memory.reconcile import allocator_peak
-from longhaul.memory.simulate import simulate
+from longhaul.planner import plan as planner
+from longhaul.planner import solve
+from longhaul.planner.needs import needs
+from longhaul.planner.reconcile import allocator_peak
+from longhaul.planner.simulate import simulate
 from longhaul.staging import PINNED
 from model import GIB
 from tests.tiers import few_fast, slow

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import model
-from footprint.measure import peak_bytes, saved_bytes
+from footprint.kernels.measure import peak_bytes, saved_bytes
 from longhaul import kernels
 from longhaul.vocab import loss as vocab_loss
 from longhaul.vocab.check import gradients, off_by, standard_loss

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from longhaul.config import TrainConfig
-from longhaul.memory.report import top_tensors
-from longhaul.memory.simulate import profile
+from longhaul.planner.report import top_tensors
+from longhaul.planner.simulate import profile
 from tests.tiers import few_fast
 
 TABLE = Path(__file__).with_name(

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from footprint.measure import peak_bytes
+from footprint.kernels.measure import peak_bytes
 from longhaul.sparse.nsa import decode as nsa_decode
 from longhaul.sparse.nsa import engine as nsa_engine
 from longhaul.sparse.nsa.selected import importance

@@ -12,7 +12,7 @@ import torch
 import model
 from longhaul import kernels
 from longhaul.kinds import attention_kind
-from longhaul.memory.simulate import on_target
+from longhaul.planner.simulate import on_target
 from longhaul.sparse import nsa
 from model import Decoder, ModelConfig, NSAConfig, Standard
 from tests.test_selectors import NSA, SEPARATE, build, tokens

@@ -15,10 +15,10 @@ import torch
 
 from benchmarks import kernels, on_gpu
 from benchmarks.on_gpu import ROWS, Row
-from footprint.device import Demand
+from footprint.cards.device import Demand
 from longhaul.config import TrainConfig
-from longhaul.memory import reconcile
-from longhaul.memory.simulate import profile
+from longhaul.planner import reconcile
+from longhaul.planner.simulate import profile
 from tests.tiers import slow
 
 NAMES = [row.name for row in ROWS]

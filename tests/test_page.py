@@ -13,14 +13,15 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from footprint import svg, timeline
-from footprint.allocator import MIB, replay
-from footprint.page import page, write
-from footprint.picture import COLOURS, amount
-from footprint.svg import Scale
-from footprint.trace import CATEGORIES, Event, Storage, Trace
+from footprint.answers import svg
+from footprint.answers.page import page, write
+from footprint.answers.picture import COLOURS, amount
+from footprint.answers.svg import Scale
+from footprint.cards.allocator import MIB, replay
+from footprint.record import timeline
+from footprint.record.trace import CATEGORIES, Event, Storage, Trace
 from longhaul.config import TrainConfig
-from longhaul.memory.simulate import simulate
+from longhaul.planner.simulate import simulate
 from model import GIB
 from tests.traces import by_category
 

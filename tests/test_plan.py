@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from data.progress import duration
-from footprint.device import card, installed_card
+from footprint.cards.device import card, installed_card
 from longhaul import flops, kernels, step
 from longhaul.config import TrainConfig
 from longhaul.dist import World
@@ -26,8 +26,8 @@ from longhaul.flops import (
     time_words,
     train_flops,
 )
-from longhaul.memory import fit
-from longhaul.memory import plan as planner
+from longhaul.planner import fit
+from longhaul.planner import plan as planner
 from longhaul.run.log import peak_flops
 from longhaul.staging import PINNED
 from model import GIB, ModelConfig
@@ -40,7 +40,7 @@ ASKED_FOR_TRITON = """
 import torch
 from longhaul.config import TrainConfig
 from longhaul.dist import World
-from longhaul.memory import plan as planner
+from longhaul.planner import plan as planner
 
 cfg = TrainConfig(
     model_size="tiny",

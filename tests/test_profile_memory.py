@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import profile_memory
-from footprint.search import Verdict, placed
+from footprint.steps.search import Verdict, placed
 from longhaul import cli
 from longhaul.config import TrainConfig
-from longhaul.memory import solve
-from longhaul.memory.needs import demand
-from longhaul.memory.simulate import profile
+from longhaul.planner import solve
+from longhaul.planner.needs import demand
+from longhaul.planner.simulate import profile
 from model import GIB
 from tests.tiers import slow
 

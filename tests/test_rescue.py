@@ -11,7 +11,7 @@ import torch
 
 from longhaul import dist
 from longhaul.config import TrainConfig
-from longhaul.memory import plan as planner
+from longhaul.planner import plan as planner
 from longhaul.run import heartbeat
 from longhaul.run.guard import Guard
 from longhaul.run.rescue import (

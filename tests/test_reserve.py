@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from footprint.allocator import replay
-from footprint.device import beyond_the_allocator, multiplying_threads, with_cublas
-from footprint.trace import Trace
+from footprint.cards.allocator import replay
+from footprint.cards.device import beyond_the_allocator, multiplying_threads, with_cublas
+from footprint.record.trace import Trace
 from longhaul.config import TrainConfig
 from longhaul.dist import World
-from longhaul.memory import plan as planner
-from longhaul.memory import reserve
-from longhaul.memory.needs import needs
-from longhaul.memory.simulate import profile
+from longhaul.planner import plan as planner
+from longhaul.planner import reserve
+from longhaul.planner.needs import needs
+from longhaul.planner.simulate import profile
 from model import GIB
 
 NAMES = reserve.ALLOCATOR_SETTINGS

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 import train
-from footprint.measure import peak_bytes
+from footprint.kernels.measure import peak_bytes
 from longhaul import kernels, qwen3, step
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.flops import keys_read
 from longhaul.generate import generate
 from longhaul.kinds import KINDS, recorded
-from longhaul.memory import plan as planner
-from longhaul.memory.reconcile import allocator_peak
-from longhaul.memory.simulate import simulate
-from longhaul.memory.workspace import Workspaces
+from longhaul.planner import plan as planner
+from longhaul.planner.reconcile import allocator_peak
+from longhaul.planner.simulate import simulate
+from longhaul.planner.workspace import Workspaces
 from longhaul.sparse import choose
 from longhaul.sparse.choose import choose_blocks, choose_operator
 from longhaul.sparse.indexer import Indexed, own_losses

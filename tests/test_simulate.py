@@ -8,12 +8,12 @@ import itertools
 import pytest
 import torch
 
-from footprint.allocator import replay
+from footprint.cards.allocator import replay
 from longhaul import dist
 from longhaul.config import TrainConfig
-from longhaul.memory.reconcile import allocator_peak
-from longhaul.memory.report import top_tensors
-from longhaul.memory.simulate import profile, simulate, trace_real_run
+from longhaul.planner.reconcile import allocator_peak
+from longhaul.planner.report import top_tensors
+from longhaul.planner.simulate import profile, simulate, trace_real_run
 from tests.events import calls
 from tests.ranks import run_ranks
 from tests.tiers import few_fast

@@ -18,8 +18,8 @@ from longhaul.checkpoint.load import described, newest
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.kinds import recorded
-from longhaul.memory import fit, plan
 from longhaul.parallel import apply
+from longhaul.planner import fit, plan
 from model import Decoder, ModelConfig
 from scripts import convert_qwen3, evaluate
 from tests import kit

@@ -12,7 +12,7 @@ from longhaul import optim, optimizers, staging, step
 from longhaul.checkpoint import load, save
 from longhaul.checkpoint.format import CheckpointError, named_shards
 from longhaul.config import TrainConfig
-from longhaul.memory.simulate import simulate
+from longhaul.planner.simulate import simulate
 
 V, T = 67, 48
 BASE = dict(

@@ -13,12 +13,12 @@ import torch
 import profile_memory
 import train
 from data import prepare as data_prepare
-from footprint.device import card
+from footprint.cards.device import card
 from lab.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul import cli, dist
 from longhaul.config import TrainConfig
 from longhaul.flops import train_flops
-from longhaul.memory import plan as planner
+from longhaul.planner import plan as planner
 from longhaul.run import guard, training
 from longhaul.run.log import mfu
 from tests import kit

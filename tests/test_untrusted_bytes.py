@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from footprint.measure import peak_bytes
+from footprint.kernels.measure import peak_bytes
 from tests.events import python_bytes
 from tests.readers import TARGETS, Target
 

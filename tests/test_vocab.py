@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from footprint.measure import peak_bytes
+from footprint.kernels.measure import peak_bytes
 from longhaul.vocab.statistics import gumbel_topk, topk_logits, vocab_stats
 from tests.test_loss import HUGE, huge_logits
 from tests.tiers import slow

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import train
-from footprint.operators import is_fake
+from footprint.kernels.operators import is_fake
 from longhaul import dist, optim
 from longhaul.config import TrainConfig
-from longhaul.memory import fit
-from longhaul.memory import plan as planner
-from longhaul.memory.needs import PROCESS_GIB, WARM_UP
-from longhaul.memory.watch import (
+from longhaul.planner import fit
+from longhaul.planner import plan as planner
+from longhaul.planner.needs import PROCESS_GIB, WARM_UP
+from longhaul.planner.watch import (
     Watch,
     compared_at,
     comparison,
@@ -87,7 +87,7 @@ def test_in_an_indexers_warm_up_its_own_peak_is_compared(dense, expected):
 def test_a_plan_that_is_wrong_is_a_warning_with_the_stage_of_the_peak(monkeypatch):
     gpu = torch.device("cuda")
     read = iter([1.0, 4.08, 4.08])
-    monkeypatch.setattr("longhaul.memory.watch.peak_memory_gib", lambda device: next(read, 4.08))
+    monkeypatch.setattr("longhaul.planner.watch.peak_memory_gib", lambda device: next(read, 4.08))
     seen = Watch(gpu)
     for stage in ("attention backward", "optimizer"):
         seen.enter(stage)

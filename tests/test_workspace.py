@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from base.machine import deterministic
-from footprint import workspace
-from longhaul.memory.simulate import on_target
-from longhaul.memory.workspace import Workspaces
+from footprint.kernels import workspace
+from longhaul.planner.simulate import on_target
+from longhaul.planner.workspace import Workspaces
 from longhaul.sparse.nsa import engine
 from longhaul.sparse.nsa.branches import Sizes
 from model import NSAConfig

@@ -1,6 +1,6 @@
 """What tests ask of a trace and the product does not."""
 
-from footprint.trace import CATEGORIES, Trace
+from footprint.record.trace import CATEGORIES, Trace
 
 
 def by_category(trace: Trace, time: int) -> dict[str, int]:

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from base.flags import PRECISIONS
-from footprint.device import HALF_SINCE, Card
-from footprint.places import is_on_meta
-from footprint.prediction import trace_two_steps
-from footprint.search import Found, Lever, placed
-from footprint.tracker import NO_STORAGE, Tracker
+from footprint.cards.device import HALF_SINCE, Card
+from footprint.pretend.places import is_on_meta
+from footprint.record.tracker import NO_STORAGE, Tracker
+from footprint.steps.prediction import trace_two_steps
+from footprint.steps.search import Found, Lever, placed
 from lab.analysis import run
 from lab.analysis.autoencoder import Autoencoder
 from lab.analysis.config import AnalysisConfig, Measures
@@ -33,11 +33,11 @@ from lab.analysis.precision import at_precision
 from lab.analysis.samples import Rows
 from longhaul import kernels
 from longhaul.kinds import attention_kind
-from longhaul.memory.advise import Task, smaller_batches
-from longhaul.memory.needs import CUDA_CONTEXT_GIB, PROCESS_GIB
-from longhaul.memory.plan import flag_of
-from longhaul.memory.simulate import on_target
-from longhaul.memory.workspace import Workspaces
+from longhaul.planner.advise import Task, smaller_batches
+from longhaul.planner.needs import CUDA_CONTEXT_GIB, PROCESS_GIB
+from longhaul.planner.plan import flag_of
+from longhaul.planner.simulate import on_target
+from longhaul.planner.workspace import Workspaces
 from model import GIB, Decoder, ModelConfig
 
 FEWER, LAYERS = 3, 4  # layers of the simulations from which a deeper model's peak follows

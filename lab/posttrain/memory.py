@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from base.flags import RaisingParser
 from lab.posttrain.config import IntuitorConfig
-from longhaul.memory.simulate import Profile, profile
+from longhaul.planner.simulate import Profile, profile
 from model import ModelConfig
 
 # bytes of an element

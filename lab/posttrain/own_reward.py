@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from footprint.users_file import Failed, named_function, told_in_one_line
+from footprint.python.users_file import Failed, named_function, told_in_one_line
 from longhaul.exits import BAD_INPUT, Halt
 
 Decode = Callable[[Sequence[int]], str]

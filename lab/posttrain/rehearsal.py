@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from data.prompts import Prompt
-from footprint.places import START
+from footprint.pretend.places import START
 from lab.posttrain import grade, policy, reward, rollout
 from lab.posttrain.config import GradeConfig, IntuitorConfig
 from lab.posttrain.grade import GradeObjective
@@ -24,9 +24,9 @@ from lab.posttrain.prompts import SharedPrompts
 from lab.posttrain.reward import RewardModel
 from lab.posttrain.rollout import Sampling
 from longhaul import step as trainer
-from longhaul.memory.batches import CPU, FewOfMany
-from longhaul.memory.program import ROLLOUT, VALIDATION, Program
 from longhaul.parallel import apply
+from longhaul.planner.batches import CPU, FewOfMany
+from longhaul.planner.program import ROLLOUT, VALIDATION, Program
 from model import Decoder, KVCache, ModelConfig
 
 MICRO_BATCHES = 2  # that run: the second adds to gradients that exist, and all others are like it

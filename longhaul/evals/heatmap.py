@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from footprint import svg
+from footprint.answers import svg
 
 LABEL = 48  # width of the depths, and of the numbers of the legend
 CELL = 52

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from base import durable
 from data.loader import Batch
 from data.progress import duration
-from footprint.device import installed_card
+from footprint.cards.device import installed_card
 from longhaul.evals.measures import Report
 from longhaul.flops import keys_read, train_flops
 from model import ModelConfig

@@ -3,7 +3,7 @@
 A run that does not fit is refused before anything is allocated, and nothing smaller is ever trained
 instead: --fit auto uses memory levers that leave model, context and batch as they are. The answer
 to --plan is about this machine, or about GPUs that are not here; its exit code is that of every
-answer about memory (footprint/search.py).
+answer about memory (footprint/steps/search.py).
 """
 
 import dataclasses
@@ -12,15 +12,15 @@ from concurrent.futures import Future
 
 import torch
 
-from footprint.device import DEFAULT, card
-from footprint.search import Verdict
+from footprint.cards.device import DEFAULT, card
+from footprint.steps.search import Verdict
 from longhaul import dist, exits
 from longhaul.checkpoint import resume
 from longhaul.config import HERE, TrainConfig
 from longhaul.kinds import attention_kind
-from longhaul.memory import fit
-from longhaul.memory import plan as planner
-from longhaul.memory.plan import Plan
+from longhaul.planner import fit
+from longhaul.planner import plan as planner
+from longhaul.planner.plan import Plan
 from longhaul.vocab.loss import choose_kernels
 
 SMALLER = "give a smaller --batch_size, --context_length or --vocab_size"

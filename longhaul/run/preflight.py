@@ -31,8 +31,8 @@ from longhaul.config import Stage, TrainConfig
 from longhaul.evals.measures import Asked, Measures
 from longhaul.kernels import chosen_in_words
 from longhaul.kinds import VERIFIED, attention_kind
-from longhaul.memory import plan as planner
-from longhaul.memory.plan import Plan
+from longhaul.planner import plan as planner
+from longhaul.planner.plan import Plan
 from longhaul.run.guard import Guard
 from model import ModelConfig
 
@@ -388,7 +388,7 @@ def announce(ready: Ready):
     if kind not in VERIFIED:
         warnings.append(
             f"--attention_type {kind} is not in VERIFIED of longhaul/kinds.py: verify it with "
-            "longhaul.memory.verify_kind.verify_kind"
+            "longhaul.planner.verify_kind.verify_kind"
         )
     for words in warnings:
         print(f"warning: {words}")

@@ -21,8 +21,8 @@ from longhaul import cli, dist, exits, step
 from longhaul.checkpoint import load, resume, start
 from longhaul.checkpoint.save import Saver
 from longhaul.config import TrainConfig
-from longhaul.memory import plan as planner
-from longhaul.memory.watch import (
+from longhaul.planner import plan as planner
+from longhaul.planner.watch import (
     Watch,
     compared_at,
     comparison,

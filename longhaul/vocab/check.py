@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from footprint.measure import peak_bytes
+from footprint.kernels.measure import peak_bytes
 
 IGNORE = -100
 MIB = 2**20

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from base import machine
-from footprint.patches import patched
+from footprint.python.patches import patched
 
 HOPPER = (9, 0)
 AMPERE = (8, 0)

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from base import machine
-from footprint.patches import patched
+from footprint.python.patches import patched
 from longhaul.vocab import loss as vocab_loss
 from tests.cuda_build.fakes import HOPPER, Operators, on_card
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 from base import machine
-from footprint.patches import patched
+from footprint.python.patches import patched
 from longhaul import optimizers, step
 from longhaul.config import TrainConfig
 from longhaul.staging import Staging, slabs

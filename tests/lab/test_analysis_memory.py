@@ -172,7 +172,7 @@ def test_the_meter_keeps_no_history():
 @pytest.mark.slow
 def test_131072_tokens_take_no_more_than_training_on_them():
     from longhaul.config import TrainConfig
-    from longhaul.memory.simulate import simulate
+    from longhaul.planner.simulate import simulate
 
     T = 131_072
     cfg = TrainConfig(

@@ -7,7 +7,7 @@ import pytest
 from lab import grade
 from lab.posttrain import memory
 from lab.posttrain.config import GradeConfig
-from longhaul.memory.needs import needs
+from longhaul.planner.needs import needs
 
 QWEN = "Qwen2.5-1.5B"
 TEXT = (Path(__file__).parent.parent.parent / "docs" / "LAB.md").read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from footprint.measure import peak_bytes
+from footprint.kernels.measure import peak_bytes
 from longhaul.vocab import vocab_stats
 
 CPU = torch.device("cpu")

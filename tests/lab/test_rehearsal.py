@@ -10,24 +10,24 @@ import pytest
 import torch
 
 from data.prompts import Prompt
-from footprint.allocator import replay
-from footprint.device import Demand
-from footprint.measure import peak_bytes
-from footprint.search import AS_ASKED, Search
-from footprint.trace import Trace
+from footprint.cards.allocator import replay
+from footprint.cards.device import Demand
+from footprint.kernels.measure import peak_bytes
+from footprint.record.trace import Trace
+from footprint.steps.search import AS_ASKED, Search
 from lab.posttrain import grade, policy, rollout
 from lab.posttrain.config import GradeConfig, IntuitorConfig
 from lab.posttrain.policy import Group, Response
 from lab.posttrain.rehearsal import shortest_micro_batch, stretched, table_lengths
 from longhaul import cli, dist, step
 from longhaul.config import TrainConfig
-from longhaul.memory import fit, solve
-from longhaul.memory import plan as planner
-from longhaul.memory.needs import PROCESS_GIB, at_least, demand, needs
-from longhaul.memory.needs import largest as largest_method
-from longhaul.memory.program import Program, program_of
-from longhaul.memory.reconcile import allocator_peak
-from longhaul.memory.simulate import profile, simulate, trace_real_run
+from longhaul.planner import fit, solve
+from longhaul.planner import plan as planner
+from longhaul.planner.needs import PROCESS_GIB, at_least, demand, needs
+from longhaul.planner.needs import largest as largest_method
+from longhaul.planner.program import Program, program_of
+from longhaul.planner.reconcile import allocator_peak
+from longhaul.planner.simulate import profile, simulate, trace_real_run
 from model import GIB
 from tests.test_fit import ladder
 from tests.tiers import slow
@@ -167,7 +167,7 @@ def test_a_vocabulary_with_padding_is_predicted_to_the_byte(changes, monkeypatch
         made.settings = cfg.settings(eod_id=0, vocab_size=cfg.vocab_size - 11)
         return made
 
-    monkeypatch.setattr("longhaul.memory.simulate.program_of", padded)
+    monkeypatch.setattr("longhaul.planner.simulate.program_of", padded)
     real = trace_real_run(cfg).peak_by_stage()
     del predicted["validation"], real["validation"]  # whose draws are of fewer ids
     assert predicted == real

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from footprint.measure import peak_bytes, saved_bytes
+from footprint.kernels.measure import peak_bytes, saved_bytes
 from lab.posttrain.prompts import (
     CacheBehindPrompts,
     SharedPrompts,
@@ -20,10 +20,10 @@ from longhaul import dist, kernels, step
 from longhaul.clock import takes_clock
 from longhaul.config import TrainConfig
 from longhaul.generate import prefill
-from longhaul.memory.program import Program
-from longhaul.memory.simulate import trace
 from longhaul.parallel.context import Shard
 from longhaul.parallel.share_rows import RowSharing
+from longhaul.planner.program import Program
+from longhaul.planner.simulate import trace
 from model import IGNORE, Decoder, KVCache, ModelConfig, NSAConfig
 from tests import oracle
 from tests.ranks import run_ranks

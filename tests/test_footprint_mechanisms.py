@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from footprint import measure
 from footprint.__main__ import main
-from footprint.kernels import measure
 
 HEAD = """
 import torch

@@ -1,0 +1,1 @@
+"""What operators return on fake tensors, and hold inside."""

@@ -1,0 +1,1 @@
+"""The door for a whole script, unchanged."""

@@ -1,0 +1,1 @@
+"""The doors for a step, and the search for what fits."""

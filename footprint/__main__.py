@@ -131,7 +131,7 @@ def main(words: list[str] | None = None) -> int:
 
 def about_step(words: list[str]) -> int:
     """Answer the flags of a step; the exit code. What it needs takes 0.8 s to load."""
-    from footprint import door
+    from footprint.steps import door
 
     return door.main(words)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from footprint import __main__ as footprint_command
+from footprint.steps.search import Verdict
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -167,7 +168,7 @@ def test_the_skill_gives_flags_and_exit_codes_of_the_command():
     flags = {flag for command in commands for flag in re.findall(r"--[a-z]+", command)}
     assert commands and flags <= known
     codes = {int(code) for code in re.findall(r"^\| (\d) \|", SKILL, re.M)}
-    of_the_command = {*footprint_command.CODES.values()}
+    of_the_command = {verdict.exit_code for verdict in Verdict}
     assert codes == of_the_command | {footprint_command.REFUSED, footprint_command.FAILED}
 
 

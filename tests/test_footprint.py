@@ -23,7 +23,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import footprint as benchmark
-from footprint import Refused, Report, measure, predict
+from footprint import Refused, Report, predict
+from footprint.kernels import measure
 from footprint.kernels import probe
 from footprint.pretend import unknown
 from tests.footprint_models import (
@@ -909,7 +910,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
 from footprint import predict
-from footprint import measure
+from footprint.kernels import measure
 from footprint_models import STEPS
 
 build, step = STEPS["checkpointing, reentrant"]

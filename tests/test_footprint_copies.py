@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from footprint import measure, predict
+from footprint import predict
+from footprint.kernels import measure
 
 N = 512
 ROWS = 4 * N * N  # bytes

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from footprint import estimate_memory, measure, predict
+from footprint import estimate_memory, predict
+from footprint.kernels import measure
 from tests.footprint_models import WIDTH, one_layer
 
 TOLERANCE = 12  # bytes

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from footprint import Refused, measure, predict
+from footprint import Refused, predict
+from footprint.kernels import measure
 
 BATCH = 4
 TOKENS = 128

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from footprint import Refused, Report, measure, predict
+from footprint import Refused, Report, predict
+from footprint.kernels import measure
 from tests.operators import FORMS, SUMMED, N, operators
 from tests.tiers import slow
 

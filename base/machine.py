@@ -30,11 +30,9 @@ _few_rounds = [False]  # whether a prediction runs
 
 def rounds(parts: Sequence) -> Sequence:
     """The rounds of a loop that run, of those that do equal work, or more and more: all of them. In
-    a prediction of memory the first and the last three stand for all; the last may be smaller.
+    a prediction of memory the last three stand for all; the last one may be smaller.
     """
-    if _few_rounds[-1] and len(parts) > 4:
-        return [parts[0], *parts[-3:]]
-    return parts
+    return parts[-3:] if _few_rounds[-1] else parts
 
 
 @contextlib.contextmanager

@@ -195,12 +195,11 @@ def failure(tests: Sequence[str], tier: str) -> str | None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.join()
-    crashed = process.exitcode in (-signal.SIGSEGV, -signal.SIGABRT)
 
     text = Path("../log").read_text(errors="replace")
     started = re.findall(r"^(tests/.+?::.+?)(?: PASSED| SKIPPED| Fatal| $)", text, re.M)
     found = re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", text, re.M)
-    if crashed or silent > SECONDS / 2:
+    if silent > SECONDS / 2 or process.exitcode in (-signal.SIGSEGV, -signal.SIGABRT):
         found += started[-1:]
     return found[0] if found else None
 
@@ -254,9 +253,8 @@ def main():
             seconds = round(os.times().children_user - begun)
             rows.append(dict(mutant=mutant._asdict(), test=test, seconds=seconds))
             print(json.dumps(rows[-1]), file=output, flush=True)
-            change = f"{mutant.kind}: {mutant.before} -> {mutant.after}"
-            fate = f"caught by {test}" if test else "SURVIVED"
-            print(f"{mutant.file}:{mutant.line} {change} {fate}, {seconds} s", flush=True)
+            change = f"{mutant.file}:{mutant.line} {mutant.kind}: {mutant.before} -> {mutant.after}"
+            print(change, f"caught by {test}" if test else "SURVIVED", f"{seconds} s", flush=True)
     print(f"{sum(row['test'] is not None for row in rows)} of {len(rows)} mutants were caught")
 
 

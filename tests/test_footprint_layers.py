@@ -345,6 +345,7 @@ INSIDE = {
         *(50, False, 0, False, None),
     ),
     "means of rows in half precision": (aten.mean.dim, halves, [-1]),
+    "a copy of a turned matrix": (aten.copy_.default, torch.randn(90, 70), torch.randn(70, 90).t()),
     "patches of images": (
         aten.im2col.default,
         torch.randn(2, 4, 20, 20),

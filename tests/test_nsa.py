@@ -212,7 +212,7 @@ OF_ENGINE = [(T, NSAConfig(), WIDE) for T in (1, 32, 65, 1023, 1025)] + [
 OF_TRITON = [
     *[(T, TINY, dict(G=1, M=4)) for T in (1, 4, 17)],
     (22, TINY, dict(G=1, M=3)),
-    (29, TINY, dict(G=1, K=18)),
+    (29, tiny(sel_local=1), dict(G=1, K=18)),
     (29, TINY, dict(G=1, M=1, dtype=torch.float16)),
     (47, tiny(cmp_block=4, cmp_stride=4), dict(G=1)),
     (47, tiny(sel_block=6, sel_count=5, sel_init=2, sel_local=3), dict(G=1)),

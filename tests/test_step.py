@@ -78,3 +78,13 @@ def test_a_step_leaves_no_gradient_behind():
     state = step.build(CFG, CFG.model(), "cpu")
     step.train_step(state, batch(0))
     assert all(p.grad is None for p in state.model.parameters())
+
+
+def test_only_the_first_step_checks_its_labels():
+    """A GPU would wait for the answer in each of the others."""
+    state = step.build(CFG, CFG.model(), "cpu")
+    checked = []
+    for number in range(2):
+        step.train_step(state, batch(number))
+        checked.append(state.model.validate)
+    assert checked == [True, False]

@@ -116,9 +116,10 @@ def test_what_was_not_given_is_none_and_frozen_inputs_get_no_gradient():
         stats.argmax.sum().backward()
 
 
-def test_offsets_of_1e4_cancel():
+@pytest.mark.parametrize("offset", [1e4, -1e4])
+def test_offsets_of_1e4_cancel(offset):
     h, w, y, reference = inputs()
-    shift = torch.full((len(h), 1), 1e4)
+    shift = torch.full((len(h), 1), offset)
     h1, w1 = torch.cat([h, shift], 1), torch.cat([w, torch.ones(len(w), 1)], 1)
     got, want = vocab_stats(h1, w1, y, vocab_tile=50), dense(h1, w1, y, reference, 1.0)
     for name in (

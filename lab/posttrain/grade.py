@@ -181,7 +181,7 @@ def mixture(
         logits_BV = logits_BV.masked_fill(ids_BK >= settings.vocab_size, -math.inf)
 
     weight_BK = ((logits_BV + noise(ids_BK)) / tau).softmax(-1)
-    place_B1 = weight_BK.detach().argmax(-1, keepdim=True)
+    place_B1 = weight_BK.argmax(-1, keepdim=True)
     if settings.straight_through:
         hard_BK = torch.zeros_like(weight_BK).scatter(1, place_B1, 1.0)
         weight_BK = hard_BK + (weight_BK - weight_BK.detach())  # its value is exactly hard_BK

@@ -289,7 +289,6 @@ def _updates(state: TrainState, checkpoint: Checkpoint, name: str) -> int:
     return checkpoint.step - first - skipped
 
 
-@torch.no_grad()
 def _read_into(shards: dict[str, Shard], checkpoint: Checkpoint):
     """Copy what is held here from whichever files have it; CheckpointError unless all of it is
     found.

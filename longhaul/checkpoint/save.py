@@ -70,7 +70,7 @@ def snapshot(state: TrainState, extra: dict, copied: bool = False) -> Snapshot:
     copies = {}
     staging = Staging()
     for name, shard in shot.shards.items():
-        host = staging.on_host(shard.local.detach())
+        host = staging.on_host(shard.local)
         copies[name] = dataclasses.replace(shard, local=host)
     return dataclasses.replace(shot, shards=copies)
 

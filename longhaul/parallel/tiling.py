@@ -289,9 +289,8 @@ class GroupedAttention(_InParts):
         with torch.enable_grad():
             heads_BTO = self._heads(x_BTD, own, rope, rows, dx_BTD)
 
-        with torch.no_grad():
-            d_heads_BTO = dy_BTD @ output.to(dy_BTD.dtype)
-            d_output = dy_BTD.flatten(0, 1).T @ heads_BTO.flatten(0, 1)
+        d_heads_BTO = dy_BTD @ output.to(dy_BTD.dtype)
+        d_output = dy_BTD.flatten(0, 1).T @ heads_BTO.flatten(0, 1)
 
         leaves = [x_BTD, *own.values()]
         rest, *grads = torch.autograd.grad(heads_BTO, leaves, d_heads_BTO, allow_unused=True)

@@ -11,6 +11,7 @@ import torch
 
 from longhaul.sparse.nsa import engine
 from longhaul.sparse.nsa.branches import Sizes
+from longhaul.sparse.tiles import Buffers, product_fp32
 from model import NSAConfig
 from tests.cuda_build.fakes import AMPERE, HOPPER, card
 
@@ -73,6 +74,16 @@ def test_forward_and_backward_stay_on_the_device(launched, capability, documents
     assert all(x.is_cuda for x in grads)
     assert "importance_kernel" in launched[:forward]
     assert "pair_backward_kernel" in launched[forward:]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_product_of_half_precision_is_one_call_and_not_rounded(dtype):
+    with card(HOPPER):
+        a = torch.empty(20, 128, dtype=dtype, device="cuda")
+        buffers = Buffers(a)
+        product = product_fp32(a, a, buffers, "logits")
+    assert product.dtype == torch.float32
+    assert not buffers.by_name
 
 
 # ---- attention of lines

@@ -168,6 +168,13 @@ def test_a_folder_gets_its_name_when_all_of_it_is_on_the_disk(write, tmp_path, m
     assert is_forced(tmp_path)
 
 
+def test_a_file_that_is_replaced_is_on_the_disk_with_its_name(tmp_path, monkeypatch):
+    is_forced = forced(lambda name, function: monkeypatch.setattr(durable, name, function))
+    durable.write_json(tmp_path / "file", {})
+    assert is_forced(tmp_path / "file")
+    assert is_forced(tmp_path)
+
+
 @pytest.mark.parametrize("write", FOLDERS.values(), ids=FOLDERS)
 def test_a_folder_whose_writing_is_interrupted_is_whole_or_not_there(write, tmp_path, monkeypatch):
     write(tmp_path / "whole")

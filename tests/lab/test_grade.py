@@ -381,8 +381,9 @@ def test_frozen_embeddings_stay_and_have_no_gradient():
 def test_the_figures_are_those_of_their_formulas_in_float64():
     generator = torch.Generator().manual_seed(0)
     logits_BV, other_BV = torch.randn(2, 5, V, generator=generator, dtype=torch.float64)
-    index_BK = logits_BV.topk(7).indices
+    index_BK = logits_BV.requires_grad_().topk(7).indices
     found = grade.figures_of(logits_BV, other_BV, index_BK)
+    assert [name for name, one in found._asdict().items() if one.requires_grad] == ["kl"]
 
     mine, theirs = Categorical(logits=logits_BV), Categorical(logits=other_BV)
     mass = mine.probs.gather(1, index_BK).sum(1)

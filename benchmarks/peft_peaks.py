@@ -193,7 +193,7 @@ def prediction(trace: Trace) -> Prediction:
 
 # method -> what the prediction cannot know of its runs
 CAUSES = {
-    "full-finetuning": "gradients and states lie scattered in segments, here they are packed",
+    "full-finetuning": "probably scattered gradients and states, which are packed here",
     "adalora": "peft 0.21 trains `ranknum`, whose backward keeps a product; the run's did not",
 }
 

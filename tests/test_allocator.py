@@ -136,6 +136,15 @@ def test_a_workspace_is_freed_at_once_and_counts_in_both_peaks():
     assert found.peak_reserved == 70 * MIB, "the 30 MiB take the place of the workspace"
 
 
+def test_a_step_behind_an_emptied_cache_finds_its_states_packed():
+    state = {7: Storage(7, 12 * MIB, "optimizer", "start", "", (), "float32", "")}
+    trace = trace_of((0, 40 * MIB), (0, -40 * MIB), stages=[(0, "start"), (3, "optimizer")])
+    trace.events.insert(0, Event(0, 12 * MIB, 7))
+    trace.storages |= state
+    assert replay(trace, steps=1).peak_reserved == 40 * MIB, "the states come behind the 40 MiB"
+    assert replay(trace, steps=2, emptied=True).peak_reserved == 52 * MIB
+
+
 def test_optimizer_states_settle_in_segments_that_the_first_step_left():
     state = {7: Storage(7, 12 * MIB, "optimizer", "start", "", (), "float32", "")}
     trace = trace_of(

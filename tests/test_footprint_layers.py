@@ -302,6 +302,22 @@ def constant(*shape: int) -> Tensor:
     return torch.ones(()).expand(shape)
 
 
+class LinearByName(nn.Module):
+    """A product whose input is given by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(48, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(input=x, weight=self.layer.weight, bias=self.layer.bias)
+
+
+def test_a_product_may_name_its_input():
+    functions = trained_on(LinearByName, lambda: torch.randn(4, 48))
+    assert predict(*functions, "cpu").peak == pytest.approx(measure(*functions), abs=TOLERANCE)
+
+
 def words() -> Tensor:
     """Their features first, as convolutions have them, in the memory of a linear layer."""
     return torch.randn(2, 6, 8).transpose(1, 2)

@@ -176,7 +176,7 @@ class Allocator:
         """Reserve a segment for a block of `size`."""
         growth = pool.growth(size)
         if self._exceeds(growth):
-            self.reserved -= sum(each.give_back() for each in self.pools)
+            self.empty_cache()
         if self._exceeds(growth):
             raise OutOfMemory(
                 f"{growth:,} bytes more than {self.reserved:,} reserved exceed {self.capacity:,}"
@@ -184,6 +184,10 @@ class Allocator:
         pool.grow(growth)
         self.reserved += growth
         self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def empty_cache(self) -> None:
+        """Give back the segments that are entirely free."""
+        self.reserved -= sum(each.give_back() for each in self.pools)
 
     def _exceeds(self, growth: int) -> bool:
         if not self.capacity:
@@ -257,7 +261,13 @@ def of_step(trace: Trace) -> Trace:
     return trace
 
 
-def replay(trace: Trace, expandable: bool = False, capacity: int = 0, steps: int = STEPS) -> Replay:
+def replay(
+    trace: Trace,
+    expandable: bool = False,
+    capacity: int = 0,
+    steps: int = STEPS,
+    emptied: bool = False,
+) -> Replay:
     """Peaks over `steps` repetitions of the trace's step; OutOfMemory beyond a capacity in bytes.
 
     In the first repetition the optimizer's states are allocated when the optimizer first runs, as
@@ -272,11 +282,15 @@ def replay(trace: Trace, expandable: bool = False, capacity: int = 0, steps: int
 
     allocator = Allocator(expandable, capacity)
     run = Run(allocator)
+    if emptied:
+        states = {}
     run.become({storage: size for storage, size in before.items() if storage not in states})
     for _ in range(steps):
         play(run, trace, states)
         run.become(before)
         states = {}
+        if emptied:
+            allocator.empty_cache()
 
     live, _ = trace.peak()
     segments = "expandable" if expandable else "classic"

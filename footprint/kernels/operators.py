@@ -85,14 +85,14 @@ def fake_zeros() -> Iterator[None]:
 # ---- operators
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear, which adds the bias of a row that is not contiguous in place, but for tensors that
     have a mode into a third one (aten/native/Linear.cpp).
     """
-    is_plain = is_fake(x) and bias is not None  # not a DTensor, say
-    if not is_plain or x.dim() == 2 or x.is_contiguous():
-        return F.linear(x, weight, bias)
-    product = torch.matmul(x, weight.t())
+    is_plain = is_fake(input) and bias is not None  # not a DTensor, say
+    if not is_plain or input.dim() == 2 or input.is_contiguous():
+        return F.linear(input, weight, bias)
+    product = torch.matmul(input, weight.t())
     return product.add_(bias.to(product.dtype))
 
 

@@ -38,7 +38,9 @@ class Run(NamedTuple):
 
 def runs_of(trace: Trace) -> Iterator[Run]:
     """The runs of a trace that allocate or free, without what is alive before the step."""
-    marks = [(time, re.match(r"(?:\w+\.)?layers\.(\d+)", module)) for time, module in trace.modules]
+    marks = [
+        (time, re.match(r"(?:\w+\.)*?layers\.(\d+)", module)) for time, module in trace.modules
+    ]
     in_layers = [(time, int(layer[1])) for time, layer in marks if layer]
     starts = [(0, -1), *first_of_each(in_layers)]
     times = [time for time, _ in starts] + [math.inf]
@@ -87,12 +89,17 @@ class _Unrolling:
                 if event.bytes > 0:
                     made_in.setdefault(event.storage, (run.layer, run.visit))
 
+        before = {event.storage for event in self.old.events if not event.time}
         made: Counter[tuple[int, int]] = Counter()
+        owned: Counter[Name] = Counter()
         for identity, storage in self.old.storages.items():
-            owner = re.match(r"((?:\w+\.)?)layers\.(\d+)\.(.*)", storage.module)
-            if owner and storage.category in ("parameter", "optimizer", "buffer"):
+            owner = re.match(r"((?:\w+\.)*?)layers\.(\d+)\.(.*)", storage.module)
+            lasting = storage.category in ("parameter", "optimizer", "buffer")
+            if owner and (lasting or identity in before):
                 layer = int(owner[2])
                 name = (owner[1], owner[3], storage.category)
+                owned[layer, name] += 1
+                name += (owned[layer, name],)
             else:
                 layer, visit = made_in.get(identity, (-1, 0))
                 made[layer, visit] += 1
@@ -167,4 +174,4 @@ class _Unrolling:
 
 def _renamed(module: str, place: int) -> str:
     """The module's name with its layer's number in the new trace."""
-    return re.sub(r"^(\w+\.)?layers\.\d+", rf"\g<1>layers.{place}", module)
+    return re.sub(r"^((?:\w+\.)*?)layers\.\d+", rf"\g<1>layers.{place}", module)

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from base.flags import Parser
-from footprint import Refused, predict
-from footprint.kernels import measure
+from footprint import Refused, measure, predict
 
 BOUNDS = {"plain": 1e-3, "checkpointing": 1e-3, "autocast": 5e-3, "foreach": 1e-3, "fused": 1e-3}
 VARIANTS = tuple(BOUNDS)

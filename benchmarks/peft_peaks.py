@@ -28,11 +28,11 @@ from torch import nn
 
 from base.flags import Parser
 from footprint import Report, predict
-from footprint.allocator import held_before, of_step, replay
-from footprint.device import multiplying_threads, with_cublas
-from footprint.refusal import Refused
-from footprint.trace import Trace
-from footprint.unroll import LAYERS, unroll
+from footprint.cards.allocator import held_before, of_step, replay
+from footprint.cards.device import multiplying_threads, with_cublas
+from footprint.python.refusal import Refused
+from footprint.record.trace import Trace
+from footprint.record.unroll import LAYERS, unroll
 
 PUBLISHED = Path(__file__).with_suffix(".json")
 CARD = "L40S"

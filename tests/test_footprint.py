@@ -23,9 +23,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import footprint as benchmark
-from footprint import Refused, Report, predict
-from footprint.kernels import measure
-from footprint.kernels import probe
+from footprint import Refused, Report, measure, predict, probe
 from footprint.pretend import unknown
 from tests.footprint_models import (
     STEPS,
@@ -910,7 +908,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
 from footprint import predict
-from footprint.kernels import measure
+from footprint import measure
 from footprint_models import STEPS
 
 build, step = STEPS["checkpointing, reentrant"]

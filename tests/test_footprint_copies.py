@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from footprint import predict
-from footprint.kernels import measure
+from footprint import measure, predict
 
 N = 512
 ROWS = 4 * N * N  # bytes

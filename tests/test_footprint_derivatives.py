@@ -8,8 +8,7 @@ import torch.autograd.forward_ad as dual
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp
 
-from footprint import predict
-from footprint.kernels import measure
+from footprint import measure, predict
 from tests.footprint_models import trained
 from tests.tiers import slow
 

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from footprint import estimate_memory, predict
-from footprint.kernels import measure
+from footprint import estimate_memory, measure, predict
 from tests.footprint_models import Transformer, convolutions, images, tokens
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)

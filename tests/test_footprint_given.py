@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from footprint import estimate_memory, predict
-from footprint.kernels import measure
+from footprint import estimate_memory, measure, predict
 from tests.footprint_models import WIDTH, one_layer
 
 TOLERANCE = 12  # bytes

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from footprint import Refused, predict
-from footprint.kernels import measure
+from footprint import Refused, measure, predict
 
 BATCH = 4
 TOKENS = 128

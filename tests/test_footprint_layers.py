@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from footprint import predict
-from footprint.kernels import measure
+from footprint import measure, predict
 from footprint.kernels.operators import FakeTensors, corrected, is_fake
 from footprint.kernels.probe import inside_bytes
 from footprint.kernels.workspace import KernelWorkspaces, ProbedWorkspaces

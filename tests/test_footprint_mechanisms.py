@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from footprint.kernels import measure
+from footprint import measure
 from footprint.__main__ import main
 
 HEAD = """

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from footprint import Refused, Report, predict
-from footprint.kernels import measure
+from footprint import Refused, Report, measure, predict
 from tests.operators import FORMS, SUMMED, N, operators
 from tests.tiers import slow
 

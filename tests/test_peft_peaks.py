@@ -6,7 +6,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from benchmarks import peft_peaks  # noqa: E402
-from footprint.unroll import LAYERS, unroll  # noqa: E402
+from footprint.record.unroll import LAYERS, unroll  # noqa: E402
 from tests.tiers import slow  # noqa: E402
 
 ROWS = {row.experiment: row for row in peft_peaks.rows()}

@@ -23,7 +23,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import footprint as benchmark
-from footprint import Refused, Report, measure, predict, probe
+from footprint import Refused, Report, measure, predict
+from footprint.kernels import probe
 from footprint.pretend import unknown
 from tests.footprint_models import (
     STEPS,

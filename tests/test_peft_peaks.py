@@ -13,12 +13,10 @@ ROWS = {row.experiment: row for row in peft_peaks.rows()}
 SAMPLE = [
     "beft/llama-3.2-3B-target-v_proj",
     "lora/llama-3.2-3B-rank32",
-    *slow(
-        "lora/llama-3.2-3B-rank32-dora",
-        "lora/llama-3.2-3B-rank32-lorafa",
-        "ia3/llama-3.2-3B-default",
-        "miss/llama-3.2-3B-default",
-    ),
+    slow("lora/llama-3.2-3B-rank32-dora"),
+    slow("lora/llama-3.2-3B-rank32-lorafa"),
+    slow("ia3/llama-3.2-3B-default"),
+    slow("miss/llama-3.2-3B-default"),
 ]
 
 

@@ -132,14 +132,14 @@ class ModelScorer:
         cache = self.model.new_cache(1, T)
         self.model.rotary(T, tokens_T.device)  # at once: doubled on the way, two would exist
 
-        figures_ST = torch.empty(0)
+        figures_ST = None
         for start in rounds(range(0, T, self.chunk)):
             for layer in cache.layers:
                 layer.length = start  # as it is, unless a planner has left out parts
             part = slice(start, start + self.chunk)
             tokens_1t, labels_1t = tokens_T[None, part], labels_T[None, part]
             figures_St = self.model(tokens_1t, labels_1t, cache=cache, head=head)
-            if not start:
+            if figures_ST is None:
                 figures_ST = figures_St.new_empty(len(figures_St), T)
             figures_ST[:, part] = figures_St
         return figures_ST

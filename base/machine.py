@@ -30,9 +30,9 @@ _few_rounds = [False]  # whether a prediction runs
 
 def rounds(parts: Sequence) -> Sequence:
     """The rounds of a loop that run, of those that do equal work, or more and more: all of them. In
-    a prediction of memory the last three stand for all; the last one may be smaller.
+    a prediction of memory the first one and the last two stand for all; the last may be smaller.
     """
-    return parts[-3:] if _few_rounds[-1] else parts
+    return [parts[0], *parts[-2:]] if _few_rounds[-1] and len(parts) > 3 else parts
 
 
 @contextlib.contextmanager

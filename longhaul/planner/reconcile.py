@@ -57,9 +57,13 @@ def allocator_peak(cfg: TrainConfig) -> int:
 
 
 def _count_storages(trace: Trace) -> dict[str, int]:
-    """Number of storages by "stage module shape dtype operator"."""
+    """Number of storages by "stage module shape dtype operator"; inputs are made otherwise in a
+    real run.
+    """
     names = []
     for storage in trace.storages.values():
+        if storage.category == "input":
+            continue
         shape = "x".join(map(str, storage.shape))
         names.append(f"{storage.stage} {storage.module} {shape} {storage.dtype} {storage.op}")
     return dict(collections.Counter(names))

@@ -28,11 +28,15 @@ Device = torch.device | str
 _few_rounds = [False]  # whether a prediction runs
 
 
-def rounds(parts: Sequence) -> Sequence:
-    """The rounds of a loop that run, of those that do equal work, or more and more: all of them. In
-    a prediction of memory the first one and the last two stand for all; the last may be smaller.
+def rounds(parts: Sequence, grow: bool = False) -> Sequence:
+    """The rounds of a loop that run, of those that do equal work: all of them. In a prediction of
+    memory the first two, of which the second finds the buffers of the first, and the last one,
+    which may be smaller, stand for all; of rounds that grow also the last but one, the largest.
     """
-    return [parts[0], *parts[-2:]] if _few_rounds[-1] and len(parts) > 3 else parts
+    last = 2 if grow else 1
+    if not _few_rounds[-1] or len(parts) <= 2 + last:
+        return parts
+    return [*parts[:2], *parts[-last:]]
 
 
 @contextlib.contextmanager

@@ -1,17 +1,22 @@
 """What the planner knows of memory inside the kernels of a GPU."""
 
+import contextlib
 import functools
 
 import pytest
 import torch
 
+from base import machine
 from base.machine import deterministic
 from footprint.kernels import workspace
-from longhaul.planner.simulate import on_target
+from longhaul.config import TrainConfig
+from longhaul.planner.program import program_of
+from longhaul.planner.simulate import on_target, trace
 from longhaul.planner.workspace import Workspaces
 from longhaul.sparse.nsa import engine
 from longhaul.sparse.nsa.branches import Sizes
 from model import NSAConfig
+from tests.tiers import slow
 
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 DOCUMENTS_BACKWARD = torch.ops.aten._flash_attention_backward.default
@@ -44,6 +49,27 @@ def test_deterministic_sums_take_a_copy_of_dq_for_each_share_of_the_processors()
         ordered = Workspaces("cuda")(FLASH_BACKWARD, (q, q, k, k), None)
     copies = -(-workspace.processors() // 32)
     assert ordered - plain == (copies - 1) * 4 * q.numel()
+
+
+@pytest.mark.parametrize("kind", [slow("indexed"), "nsa"])
+def test_few_rounds_inside_an_operator_take_what_all_take(kind, monkeypatch):
+    cfg = TrainConfig(
+        model_size="tiny",
+        model_overrides=("num_layers=1",),
+        context_length=20_000,
+        attention_type=kind,
+        dtype="fp32",
+        device="cpu",
+    )
+
+    def insides() -> dict:
+        program = program_of(cfg, every=True)
+        trace(program, "cpu", every_tile=True)
+        return program.tracker.workspace.known
+
+    few = insides()
+    monkeypatch.setattr(machine, "few_rounds", contextlib.nullcontext)
+    assert len(few) >= 3 and insides() == few
 
 
 def test_the_sparse_twin_takes_what_its_file_says_at_131072_tokens():

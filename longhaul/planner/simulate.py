@@ -43,8 +43,8 @@ def simulate(
     """The trace of the second step of one rank; with two steps of an indexer's dense warm-up it is
     one of these.
 
-    layers: replaces the model's number of layers. every_tile: runs all tiles of a loop, which are
-    identical, instead of the first two and the last one, and all micro-batches instead of a few.
+    layers: replaces the model's number of layers. every_tile: runs all rounds of a loop, which are
+    alike, instead of a few (base.machine.rounds), and all micro-batches.
     ValueError if a micro-batch has more tokens than 32-bit positions count.
     """
     if cfg.batch_size * cfg.row_tokens > MOST_TOKENS:

@@ -171,7 +171,7 @@ def _chunks(
     Z, T, M, _ = q_ZTMK.shape
     size = products.room // (Z * M * max(1, sizes.columns(S)))
     size = max(1, min(MOST_QUERIES, size))
-    starts = rounds(list(range(0, T, size)))
+    starts = rounds(range(0, T, size), grow=True)
     return [slice(start, min(start + size, T)) for start in starts]
 
 

@@ -109,7 +109,7 @@ def _dense_chunks(stream: IndexStream, buffers: Buffers) -> Iterator[Compared]:
     T, M, _ = stream.q_TMK.shape
     J, l, _ = stream.k_JlE.shape
     size = max(16, min(MOST_QUERIES, CHUNK_LOGITS // (M * J * l)))
-    for start in rounds(list(range(0, T, size))):
+    for start in rounds(range(0, T, size), grow=True):
         queries = slice(start, min(start + size, T))
         position_C = stream.first + torch.arange(
             queries.start, queries.stop, device=stream.q_TE.device

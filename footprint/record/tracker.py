@@ -235,13 +235,9 @@ class Tracker(TorchDispatchMode):
     def follow(self, func, args, kwargs, outputs) -> None:
         """For a subclass that looks at what an operator has returned."""
 
-    def _value(self, value: torch.Tensor) -> bool | int:
-        """No label is out of range, every token counts, every norm is finite: any() is False, other
-        booleans are True, numbers are 1.
-        """
-        if value.dtype != torch.bool:
-            return 1
-        return self.made_by(value) != "aten.any.default"
+    def _value(self, value: torch.Tensor) -> bool | int | float:
+        """What the program reads from a tensor without a value; for a subclass that can say."""
+        raise NotImplementedError
 
     def _record(self, func, args, outputs) -> None:
         for tensor in tree_iter(outputs):

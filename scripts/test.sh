@@ -15,7 +15,9 @@ if [ "${1:-}" = --all ]; then
     tier=()
     shift
 fi
-# hundreds of processes are started: each would compile longhaul again, 0.4 s of CPU time
+# If a test ends its worker, the run ends and names it: pytest-xdist 3.8 would give the files that the
+# worker has had to the others again, and wait for ever.
+# Hundreds of processes are started: each would compile longhaul again, 0.4 s of CPU time.
 unset PYTHONDONTWRITEBYTECODE
 exec python -m pytest -p tests.progress -q --no-header \
-    -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder "${tier[@]}" "$@"
+    -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder --max-worker-restart 0 "${tier[@]}" "$@"

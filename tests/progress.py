@@ -83,10 +83,12 @@ class Reports:
         return category, "", ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport):
-        """A phase of a test: setup, call or teardown, which is always the last."""
+        """A phase of a test: setup, call or teardown, which is always the last; of a test that
+        ended its worker there is one report, without a phase.
+        """
         if report.failed:
             self.failed.add(report.nodeid)
-        if report.when == "teardown":
+        if report.when not in ("setup", "call"):
             self.progress.finish(report.nodeid, report.nodeid in self.failed)
 
 

@@ -53,6 +53,14 @@ COMMANDS = [module for module in command_modules() if module != "footprint"]
 SCRIPTS = sorted(path for path in ROOT.glob("scripts/*.sh") if path.name not in PASS_ON)
 
 
+@pytest.fixture(autouse=True)
+def pipes():
+    """As before: a program that ends with its reader would end the tests that write to a pipe."""
+    before = signal.getsignal(signal.SIGPIPE)
+    yield
+    signal.signal(signal.SIGPIPE, before)
+
+
 @pytest.fixture
 def run_here(tmp_path, monkeypatch, capsys):
     """Runs a command in this process and an empty folder; (exit code, stdout, stderr)."""
@@ -64,10 +72,8 @@ def run_here(tmp_path, monkeypatch, capsys):
         return end.value.code, *capsys.readouterr()
 
     monkeypatch.chdir(tmp_path)
-    pipes = signal.getsignal(signal.SIGPIPE)
     before = source_files()
     yield run
-    signal.signal(signal.SIGPIPE, pipes)
     assert source_files() == before
     assert not list(tmp_path.iterdir())
 

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from footprint.kernels.operators import is_fake
-from footprint.record.tracker import Tracker
+from footprint.record.tracker import Tracker, tensors_in
 
 HOST = "host"
 DEVICE = "device"
@@ -59,8 +58,7 @@ class Memories:
         """The memory of what an operator returns. What the device computes with is on the device:
         PyTorch takes only numbers from host memory.
         """
-        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        given = [tensor for tensor in given if tensor.device.type != "meta"]
+        given = [tensor for tensor in tensors_in(args) if tensor.device.type != "meta"]
         on_host = [tensor for tensor in given if self.is_on_host(tensor)]
         if not given or self.making == DEVICE:
             return self.making or DEVICE
@@ -80,8 +78,8 @@ class Memories:
 
     def note(self, outputs: object) -> None:
         """What was made for the host before the step has said "cuda"."""
-        made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        self.undecided |= set(map(self.tracker.identity, made)) - {None}
+        made = map(self.tracker.identity, tensors_in(outputs))
+        self.undecided |= set(made) - {None}
 
 
 class Moved(torch.autograd.Function):

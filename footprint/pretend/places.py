@@ -32,7 +32,7 @@ from footprint.pretend.memories import DEVICE, Memories
 from footprint.pretend.values import KnownValues
 from footprint.python.refusal import ON_THE_CPU, Refused, place
 from footprint.record.trace import phase_of
-from footprint.record.tracker import NO_STORAGE, Tracker
+from footprint.record.tracker import NO_STORAGE, Tracker, tensors_in
 
 # Phases outside of modules: before the first forward of a step, after a forward, after a backward,
 # after the optimizer
@@ -284,7 +284,7 @@ class StepTracker(Places, Tracker):
         return self.read_argument(self.given.double(value))
 
     def _record(self, func, args, outputs) -> None:
-        if any(map(is_on_meta, tree_leaves(outputs))):
+        if any(map(is_on_meta, tensors_in(outputs))):
             return
         args = self.given.imagined(func, args)
         memories = self.memories
@@ -380,9 +380,7 @@ def refuse_results(outputs: object) -> None:
     """Refused for a sparse tensor, whose number of elements depends on values, and for a tensor on
     a CUDA device that is not there: a CUDA build of PyTorch makes it until the backward.
     """
-    for leaf in tree_leaves(outputs):
-        if not isinstance(leaf, Tensor):
-            continue
+    for leaf in tensors_in(outputs):
         if leaf.layout not in (torch.strided, torch.jagged):
             raise Refused(
                 f"{place()}: sparse tensors are not predicted: use dense ones, such as those of "

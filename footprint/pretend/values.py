@@ -26,6 +26,7 @@ from footprint.kernels.operators import is_fake
 from footprint.pretend.unknown import USUAL, Reads, Unknown, branches, is_formatting, usual, whole
 from footprint.python.patches import Patches
 from footprint.python.refusal import HERE, TORCH, Refused, lines, place
+from footprint.record.tracker import tensors_in
 
 # torch draws until no number is out of bounds, which it asks there
 INITIALISATION = torch.nn.init.__file__
@@ -179,8 +180,8 @@ class KnownValues:
 
     def follow(self, func, args, kwargs, outputs) -> None:
         """Compute the same operator on the twins, if all of its inputs have one."""
-        results = _tensors(outputs)
-        given = _tensors((args, kwargs))
+        results = tensors_in(outputs)
+        given = tensors_in((args, kwargs))
         if func in DRAWS and not results[0].is_floating_point():
             self._draw(results[0], *args[1:])
             return
@@ -195,7 +196,7 @@ class KnownValues:
             is_drawn = any(map(self.is_drawn, given))
         with unset_fake_temporarily(), torch.no_grad():
             args, kwargs = tree_map(self._real, (tuple(args), dict(kwargs)))
-            computed = _tensors(func(*args, **kwargs))
+            computed = tensors_in(func(*args, **kwargs))
         for fake, real in zip(results, computed, strict=True):
             if is_alike(fake, real):
                 setattr(fake.untyped_storage(), TWIN, (real.untyped_storage(), is_drawn))
@@ -290,7 +291,7 @@ class KnownValues:
             if func is UNSCALE and argument.name == "found_inf":
                 self.suppose(NO_OVERFLOW)
                 continue
-            for tensor in _tensors(named.get(argument.name)):
+            for tensor in tensors_in(named.get(argument.name)):
                 setattr(tensor.untyped_storage(), TWIN, NO_TWIN)
 
 
@@ -307,10 +308,6 @@ def is_alike(fake: Tensor, real: Tensor) -> bool:
     layouts = ((one.stride(), one.storage_offset()) for one in (fake, real))
     sizes = (one.untyped_storage().nbytes() for one in (fake, real))
     return len(set(layouts)) == len(set(sizes)) == 1
-
-
-def _tensors(values: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def calling_file() -> str:

@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from footprint.record.trace import Event, Storage, Trace
 
@@ -93,6 +92,26 @@ def taken_apart() -> contextlib.AbstractContextManager:
     included = torch._C._dispatch_tls_local_include_set().add(DispatchKey.AutogradCPU)
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(DispatchKey.AutogradCPU)
     return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
+def tensors_in(values: object) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments or results, which lie in lists, tuples and
+    dictionaries. A walk by torch.utils._pytree takes as long as the operator on fake tensors.
+    """
+    found: list[torch.Tensor] = []
+    _gather(values, found)
+    return found
+
+
+def _gather(value: object, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _gather(one, found)
+    elif isinstance(value, dict):
+        for one in value.values():
+            _gather(one, found)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -240,8 +259,8 @@ class Tracker(TorchDispatchMode):
         raise NotImplementedError
 
     def _record(self, func, args, outputs) -> None:
-        for tensor in tree_iter(outputs):
-            if isinstance(tensor, torch.Tensor) and has_memory(tensor):
+        for tensor in tensors_in(outputs):
+            if has_memory(tensor):
                 self.register(tensor, func)
 
         extra = 0 if self.making_host_tensors else self.workspace(func, args, outputs)

@@ -55,11 +55,12 @@ def _cut_streams(
 def starts(first: int, stop: int, size: int) -> list[int]:
     """Where parts of `size` of the queries first..stop-1 begin.
 
-    The last of the whole parts has the most keys; what is left behind it may have fewer logits.
+    The last of the whole parts has the most keys, and its buffers replace those of the one before;
+    what is left behind it may have fewer logits.
     """
     found = range(first, stop, size)
     whole = max(0, stop - first) // size
-    return [*rounds(found[:whole]), *found[whole:]]
+    return [*rounds(found[:whole], grow=True), *found[whole:]]
 
 
 def each_stream(

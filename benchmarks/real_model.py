@@ -1,0 +1,380 @@
+"""What docs/REAL_MODEL.md says of SmolLM2: `python -m benchmarks.real_model OUTPUT`, where
+`python -m scripts.real_model OUTPUT` has made the model.
+
+    --only equal text long    some of its parts
+    --page                    print the tables of what is measured, and measure nothing
+
+Each figure is a file of OUTPUT/figures. One that is there is not measured again, so a run that was
+killed goes on. Two threads, fp32.
+
+**Text and needles in one pass.** A row is a passage of one held-out document in which eight pairs
+of a key (four random ids) and a value (one) are hidden, and asked for at the end. The loss counts
+the tokens before the questions, in sixteen parts of the row by position. Two ways to read are
+compared on the same rows, and intervals are drawn over documents.
+"""
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from base import durable
+from base.flags import Parser
+from data.dataset import open_dataset
+from lab.analysis.patching import Pairs, Patching
+from longhaul import qwen3
+from longhaul.evals.intervals import paired_bootstrap, wilson_of_items
+from longhaul.evals.score import Item, ModelScorer
+from longhaul.evals.tasks import Sizes, TaskItem, TaskItems, Vocabulary
+from longhaul.flops import keys_read
+from longhaul.generate import generate
+from longhaul.kinds import read_with
+from model import IGNORE, Decoder, ModelConfig
+
+ROOT = Path(__file__).parents[1]
+KEYS = Sizes(keys=8, asked=8)
+KEY_TOKENS = 4
+PARTS = 16  # of a row, by position
+THREADS = 2
+
+
+class Reading(NamedTuple):
+    """How the model reads a row: attention, rotary positions, and the folder of its weights."""
+
+    kind: str = "standard"
+    blocks: str = ""
+    yarn: float = 1.0
+    weights: str = "model"
+
+
+DENSE = "standard"
+POOLED = "dense_below=0 local=2"
+BOUNDS = "bounds, page=4, 64 blocks of 16"
+READINGS = {
+    DENSE: Reading(),
+    "exact": Reading("exact", "count=16"),
+    "exact, 32 blocks of 32": Reading("exact", "count=32 block=32"),
+    "exact, 64 blocks of 16": Reading("exact", "count=64 block=16 local=8"),
+    "bounds, page=16": Reading("bounds", "count=16"),
+    "bounds, page=4": Reading("bounds", "count=16 page=4"),
+    BOUNDS: Reading("bounds", "count=64 block=16 local=8 page=4"),
+    "pooled": Reading("pooled", f"count=16 {POOLED}"),
+    "pooled, logsumexp": Reading("pooled", f"count=16 {POOLED} reduce=logsumexp"),
+    "mean": Reading("mean", "count=16"),
+    "yarn": Reading(yarn=2.0),
+}
+
+
+EQUAL_TOKENS, GREEDY_TOKENS = 8192, 200
+PROMPT = "The history of long books begins with"
+NAMES = [("Mary", "John"), ("Anna", "Paul"), ("Tom", "Lisa"), ("Emma", "Mark")]
+TOLD = "When {0} and {1} went to the store, {2} gave a drink to"
+
+TEXT = [(name, 4096, 8) for name in READINGS if name != "yarn"]
+TEXT += [(name, 8192, 4) for name in (DENSE, "exact", "exact, 64 blocks of 16", BOUNDS)]
+LONG = [(DENSE, 16_384, 4), ("yarn", 16_384, 4)]
+
+# their words are kept, and the page quotes them; {folder} has what scripts.real_model made
+COMMANDS = {
+    "precision": """-m lab.run_full_analysis --checkpoint {folder}/model --data {folder}/data
+        --compare float32,bfloat16,float16 --layers 0,15,29 --num_samples 4 --batch_size 1
+        --context_length 1024 --sae_tokens 20000 --skip_patching --out {out}""",
+    "evaluate": """-m scripts.evaluate --checkpoint {folder}/model --data {folder}/data
+        --context_length 4096 --evals loss --batches 2""",
+    "train": """train.py --init_from {folder}/model --data {folder}/data --context_length 2048
+        --max_steps 3 --warmup_steps 1 --lr 1e-5 --eval_every 0 --dtype fp32 --output_dir {out}""",
+    "asked": """-m data.prepare --input {folder}/sums.jsonl --text_field question
+        --answer_field answer --tokenizer {folder}/model --val_fraction 0.2 --workers 1
+        --output {out}""",
+    "intuitor": """-m lab.intuitor --checkpoint {folder}/model --data {folder}/runs/asked
+        --context_length 64 --max_response_length 16 --group_size 4 --batch_size 2
+        --gradient_accumulation_steps 1 --max_steps 30 --warmup_steps 3 --lr 1e-5
+        --eval_every 30 --dtype fp32 --output_dir {out}""",
+    "reward": """-m lab.reward --checkpoint {folder}/model --data {folder}/sums.jsonl
+        --batch_size 1 --steps 100 --output {out}""",
+    "grade": """-m lab.grade --checkpoint {folder}/model --reward_checkpoint {folder}/runs/reward
+        --data {folder}/runs/asked --context_length 40 --max_new_tokens 4 --batch_size 1
+        --gradient_accumulation_steps 1 --max_steps 5 --warmup_steps 1 --lr 1e-5 --eval_every 0
+        --dtype fp32 --output_dir {out}""",
+}
+
+
+# ---- text and needles
+
+
+def measure(folder: Path, name: str, tokens: int, rows: int) -> dict:
+    """The figures of a reading over so many documents of `tokens` tokens each."""
+    file = folder / "figures" / f"{name}, {tokens}.json"
+    found = json.loads(file.read_text()) if file.exists() else {"losses": [], "hits": []}
+    missing = range(len(found["losses"]), rows)
+    if not missing:
+        return found
+
+    durable.make_folder(file.parent)
+    begun = time.monotonic(), time.process_time()
+    model = opened(folder, READINGS[name])
+    for index in missing:
+        item = question(folder, index, tokens)
+        losses, hits = scored(model, item)
+        found["losses"].append(losses)
+        found["hits"].append(hits)
+        durable.write_json(file, found)
+    wall, cpu = time.monotonic() - begun[0], time.process_time() - begun[1]
+    loss, right = np.mean(found["losses"]), np.sum(found["hits"])
+    print(
+        f"{file.stem}: {loss:.4f} nats, {right} found; {wall:.0f} s, {cpu:.0f} of CPU", flush=True
+    )
+    return found
+
+
+def opened(folder: Path, reading: Reading) -> Decoder:
+    """The model that reads so."""
+    changed = {"attention": settings(folder, reading).attention}
+    if reading.yarn > 1:
+        changed |= dict(rope_scaling="yarn", rope_factor=reading.yarn)
+    weights = folder / reading.weights
+    return qwen3.from_hf(weights, dtype=torch.float32, compute_dtype="float32", **changed)
+
+
+def settings(folder: Path, reading: Reading) -> ModelConfig:
+    """Those of the model with the attention of a reading."""
+    config = ModelConfig(**qwen3.read_config(folder / reading.weights))
+    if reading.kind == "standard":
+        return config
+    return read_with(config, reading.kind, reading.blocks.split())
+
+
+def question(folder: Path, index: int, tokens: int) -> TaskItem:
+    """A passage of the held-out document number `index` of those that are long enough."""
+    dataset = open_dataset(folder / "data")
+    split = dataset.split("val")
+    document = np.flatnonzero(split.lengths > tokens)[index]
+    text = split.read(document, 0, int(split.lengths[document]))
+    vocabulary = Vocabulary.of_text(text, dataset.vocab_size, excluded=[dataset.eod_id])
+    return TaskItems("multikey", tokens, 1, vocabulary, KEYS, seed=int(document))[0]
+
+
+def scored(model: Decoder, row: TaskItem) -> tuple[list[float], list[int]]:
+    """Mean loss of each part of the row, and whether each answer is found."""
+    tokens_BT, answers_BT = row.item.tokens_BT, row.item.labels_BT
+    asked_T = answers_BT[0] != IGNORE
+    labels_BT = tokens_BT.roll(-1, dims=1)
+    labels_BT[:, asked_T] = answers_BT[:, asked_T]
+    scores = ModelScorer(model, "cpu").score(Item(tokens_BT, labels_BT), hits=True)
+    text = int(asked_T.nonzero()[0]) - KEY_TOKENS
+    edges = np.linspace(0, text, PARTS + 1).astype(int)
+    losses = [float(scores.nll_BT[0, a:b].mean()) for a, b in zip(edges, edges[1:], strict=False)]
+    return losses, scores.hit_BT[0, asked_T].int().tolist()
+
+
+# ---- the same numbers as transformers
+
+
+@torch.no_grad()
+def equal(folder: Path) -> dict:
+    """How far logits are from those of transformers, and whether texts and exports are the same."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    ours = opened(folder, READINGS[DENSE])
+    tokens_BT = question(folder, 0, EQUAL_TOKENS).item.tokens_BT
+    expected_TV = theirs(tokens_BT, use_cache=False).logits[0]
+    found_TV = ours(tokens_BT)[0]
+    figures = {"largest logit": float(expected_TV.abs().max())}
+    figures["largest difference"] = float(found_TV.sub_(expected_TV).abs().max())
+    every_block = Reading("exact", f"count={EQUAL_TOKENS // 64}")
+    found_TV = opened(folder, every_block)(tokens_BT)[0]
+    figures["largest difference, exact over all blocks"] = float(
+        found_TV.sub_(expected_TV).abs().max()
+    )
+    del expected_TV, found_TV
+
+    prompt = AutoTokenizer.from_pretrained(folder / "model")(PROMPT)["input_ids"]
+    written_BT = theirs.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=GREEDY_TOKENS, eos_token_id=None
+    )
+    vocabulary = ours.config.vocab_size
+    text = [*generate(ours, prompt, GREEDY_TOKENS, vocab_size=vocabulary, temperature=0)]
+    figures["greedy tokens that are equal"] = sum(
+        ours == theirs for ours, theirs in zip(text, written_BT[0, len(prompt) :], strict=True)
+    )
+    figures["tensors whose bits an export keeps"] = exported_tensors(folder)
+    return figures
+
+
+def exported_tensors(folder: Path) -> str:
+    """Of all tensors, those that an import and an export give back."""
+    convert = [sys.executable, "-m", "scripts.convert_qwen3", "--output"]
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        run, exported = f"{place}/run", f"{place}/hf"
+        subprocess.run([*convert, run, "--input", str(folder / "model")], cwd=ROOT, check=True)
+        subprocess.run([*convert, exported, "--checkpoint", run], cwd=ROOT, check=True)
+        before = load_file(folder / "model" / "model.safetensors")
+        after = load_file(f"{place}/hf/model.safetensors")
+        same = [name for name in before if torch.equal(before[name], after[name])]
+        return f"{len(same)} of {len(before)}"
+
+
+# ---- the laboratory
+
+
+def names(folder: Path) -> dict:
+    """Which parts make the model complete a sentence with the name that stood once: indirect object
+    identification (Wang et al. 2022, arXiv 2211.00593). 1: a part alone brings the answer back.
+    """
+    from transformers import AutoTokenizer
+
+    spell = AutoTokenizer.from_pretrained(folder / "model")
+    model = opened(folder, READINGS[DENSE])
+    both = [*NAMES, *(pair[::-1] for pair in NAMES)]
+    clean = [spell(TOLD.format(a, b, b))["input_ids"] for a, b in both]
+    corrupt = [spell(TOLD.format(a, b, a))["input_ids"] for a, b in both]
+    asked = [[spell(f" {name}")["input_ids"][0] for name in pair] for pair in both]
+    answer_B, foil_B = torch.tensor(asked).T
+    pairs = Pairs(torch.tensor(clean), torch.tensor(corrupt), answer_B, foil_B)
+    begun = time.process_time()
+    patching = Patching(model, pairs, most_spans=len(clean[0]))
+    effects = patching.effects(range(model.config.num_layers))
+    found = dict(effects.by_site())
+    return {
+        "difference of logits": [effects.clean, effects.corrupt],
+        "largest": [[*site, round(found[site], 3)] for site in effects.top()],
+        "CPU seconds": time.process_time() - begun,
+    }
+
+
+def told(folder: Path, name: str) -> dict:
+    """What a command prints; it must succeed."""
+    make_sums(folder / "sums.jsonl")
+    out = folder / "runs" / name
+    shutil.rmtree(out, ignore_errors=True)  # of a command that was killed
+    words = COMMANDS[name].format(folder=folder, out=out)
+    done = subprocess.run(
+        [sys.executable, *words.split()],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return {"command": f"python {' '.join(words.split())}", "printed": done.stdout.splitlines()}
+
+
+def make_sums(file: Path) -> None:
+    """Questions with answers, and texts with labels, one a line."""
+    rows = []
+    for a, b in itertools.product(range(1, 10), repeat=2):
+        question, text = f"Question: what is {a} plus {b}? Answer:", f"{a} is more than {b}"
+        rows.append(dict(question=question, answer=f" {a + b}", text=text, label=int(a > b)))
+    durable.write_bytes(file, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+
+
+# ---- the page
+
+
+def page(folder: Path) -> str:
+    """The tables of what was measured."""
+    parts = [json.dumps(figures(folder, name), indent=1) for name in (*CHECKS, *COMMANDS)]
+    for tokens in sorted({tokens for _, tokens, _ in ROWS}):
+        parts += [f"\n{tokens:,} tokens", reading_table(folder, tokens)]
+    parts.append(position_table(folder))
+    return "\n".join(parts)
+
+
+def figures(folder: Path, name: str) -> dict:
+    """What was measured under a name; nothing before it was."""
+    file = folder / "figures" / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def reading_table(folder: Path, tokens: int) -> str:
+    """Loss over the second half of a row, and needles, of each reading next to the dense one."""
+    dense = figures(folder, f"{DENSE}, {tokens}")
+    if not dense:
+        return "not measured"
+    dense_D = np.array(dense["losses"])[:, PARTS // 2 :].mean(1)
+    lines = ["| reading | keys of a query | loss | perplexity | needles |", "|---" * 5 + "|"]
+    for name, reading in READINGS.items():
+        found = figures(folder, f"{name}, {tokens}")
+        if not found:
+            continue
+        loss_D = np.array(found["losses"])[:, PARTS // 2 :].mean(1)
+        change = float((loss_D - dense_D).mean())
+        half = paired_bootstrap(loss_D, dense_D).half()
+        hits = wilson_of_items(*zip(*((sum(row), len(row)) for row in found["hits"]), strict=True))
+        right = np.mean(found["hits"])
+        keys = (
+            keys_read(settings(folder, reading), torch.arange(tokens // 2, tokens)).float().mean()
+        )
+        lines.append(
+            f"| {name} | {keys:,.0f} | {change:+.4f}{half} | {np.expm1(change):+.2%} "
+            f"| {right:.2f} ({hits.low:.2f} to {hits.high:.2f}) |"
+        )
+    lines.append(
+        f"dense: {dense_D.mean():.4f} nats over {len(dense_D)} documents, {KEYS.asked} needles each"
+    )
+    return "\n".join(lines)
+
+
+def position_table(folder: Path) -> str:
+    """Loss by position of the longest rows."""
+    lines = []
+    for name, tokens, _ in LONG:
+        found = figures(folder, f"{name}, {tokens}")
+        if found:
+            loss_P = np.mean(found["losses"], axis=0)
+            lines.append(f"| {name} | {' | '.join(f'{loss:.3f}' for loss in loss_P)} |")
+    return "\n".join(lines)
+
+
+# ---- the command line
+
+CHECKS = {"equal": equal, "names": names}
+ROWS = TEXT + LONG
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = Parser(prog="python -m benchmarks.real_model", description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path, metavar="OUTPUT", help="of scripts.real_model")
+    known = [*CHECKS, "text", "long", *COMMANDS]
+    parser.add_argument("--only", nargs="+", choices=known, default=known, help="parts")
+    parser.add_argument("--page", action="store_true", help="print the tables, measure nothing")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(THREADS)
+    if not given.page:
+        for name in given.only:
+            fill(given.folder, name)
+    print(page(given.folder))
+    return 0
+
+
+def fill(folder: Path, name: str) -> None:
+    """Measure what is missing of a part."""
+    rows = {"text": TEXT, "long": LONG}.get(name)
+    if rows:
+        for reading, tokens, documents in rows:
+            measure(folder, reading, tokens, documents)
+        return
+    file = folder / "figures" / f"{name}.json"
+    if file.exists():
+        return
+    begun = time.monotonic()
+    found = CHECKS[name](folder) if name in CHECKS else told(folder, name)
+    durable.make_folder(file.parent)
+    durable.write_json(file, found | {"seconds": round(time.monotonic() - begun)})
+    print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -94,7 +94,7 @@ DRAWS = (
     torch.ops.aten.random_.to,
     getattr(torch.ops.aten.random_, "from"),
 )
-MOST_DRAWN = 2**24  # elements of a tensor of random integers that have values
+MOST_DRAWN = 2**20  # elements of a tensor of random integers that have values
 # GradScaler divides gradients by it, and has it say in `found_inf` whether one is not finite
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 NO_OVERFLOW = "no gradient overflows, so that GradScaler lets the optimizer step"
@@ -283,6 +283,8 @@ class KnownValues:
 
     def _forget_written(self, func, args, kwargs) -> None:
         """What an operator writes into no longer has the twin's values, nor have its views."""
+        if not func._schema.is_mutable:
+            return
         arguments = func._schema.arguments
         named = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
         for argument in arguments:

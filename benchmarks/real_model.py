@@ -72,6 +72,8 @@ READINGS = {
     "bounds, page=16": Reading("bounds", "count=16"),
     "bounds, page=4": Reading("bounds", "count=16 page=4"),
     BOUNDS: Reading("bounds", "count=64 block=16 local=8 page=4"),
+    "bounds, page=16, 64 blocks of 16": Reading("bounds", "count=64 block=16 local=8"),
+    "bounds, page=16, 128 blocks of 16": Reading("bounds", "count=128 block=16 local=8"),
     "pooled": Reading("pooled", f"count=16 {POOLED}"),
     "pooled, logsumexp": Reading("pooled", f"count=16 {POOLED} reduce=logsumexp"),
     "mean": Reading("mean", "count=16"),
@@ -210,9 +212,8 @@ def equal(folder: Path) -> dict:
     )
     vocabulary = ours.config.vocab_size
     text = [*generate(ours, prompt, GREEDY_TOKENS, vocab_size=vocabulary, temperature=0)]
-    figures["greedy tokens that are equal"] = sum(
-        ours == theirs for ours, theirs in zip(text, written_BT[0, len(prompt) :], strict=True)
-    )
+    expected = written_BT[0, len(prompt) :].tolist()
+    figures["greedy tokens that are equal"] = sum(map(int.__eq__, text, expected))
     figures["tensors whose bits an export keeps"] = exported_tensors(folder)
     return figures
 
@@ -314,11 +315,9 @@ def reading_table(folder: Path, tokens: int) -> str:
         found = figures(folder, f"{name}, {tokens}")
         if not found:
             continue
-        documents = min(len(one["losses"]) for one in (found, dense))
-        loss_D, dense_D = (late_losses(one)[:documents] for one in (found, dense))
+        loss_D, dense_D, right_DN, known_DN = paired(found, dense)
         change = float((loss_D - dense_D).mean())
         half = paired_bootstrap(loss_D, dense_D).half()
-        right_DN, known_DN = (np.array(one["hits"])[:documents] for one in (found, dense))
         both_D, asked_D = (right_DN & known_DN).sum(1), known_DN.sum(1)
         needles = wilson_of_items(both_D, asked_D)
         keys = visible_keys(settings(folder, reading).attention, torch.arange(tokens // 2, tokens))
@@ -332,6 +331,14 @@ def reading_table(folder: Path, tokens: int) -> str:
         f"finds {np.sum(dense['hits'])} of {np.size(dense['hits'])} needles"
     )
     return "\n".join(lines)
+
+
+def paired(found: dict, dense: dict) -> tuple[np.ndarray, ...]:
+    """Late losses of both, and which needles each finds, of the documents that both have read."""
+    documents = min(len(one["losses"]) for one in (found, dense))
+    losses = [late_losses(one)[:documents] for one in (found, dense)]
+    hits = [np.array(one["hits"])[:documents] for one in (found, dense)]
+    return *losses, *hits
 
 
 def visible_keys(sizes, position_T: Tensor) -> float:
@@ -372,9 +379,11 @@ def draw_text(folder: Path) -> None:
     for name in READINGS:
         found = figures(folder, f"{name}, 4096")
         if found and name != DENSE:
-            change = np.expm1((late_losses(found) - late_losses(dense)).mean())
-            both = np.array(found["hits"]) & np.array(dense["hits"])
-            points[name] = 100 * change, 100 * both.sum() / np.sum(dense["hits"])
+            loss_D, dense_D, right_DN, known_DN = paired(found, dense)
+            change = np.expm1((loss_D - dense_D).mean())
+            points[name] = 100 * change, 100 * (right_DN & known_DN).sum() / known_DN.sum()
+    if not points:
+        return
     x = Scale.around([cost for cost, _ in points.values()], LEFT, RIGHT, base=2)
     y = Scale(0, 100, FLOOR, TOP)
     parts = [svg.rows(y, LEFT, RIGHT), svg.columns(x, FLOOR, TOP)]
@@ -396,6 +405,8 @@ def draw_length(folder: Path) -> None:
         found = figures(folder, f"{name}, {tokens}")
         if found:
             lines[name] = np.mean(found["losses"], axis=0)
+    if not lines:
+        return
     x = Scale(0, 16_384, LEFT, RIGHT)
     y = Scale(0, max(loss.max() for loss in lines.values()), FLOOR, TOP)
     parts = [svg.rows(y, LEFT, RIGHT), svg.columns(x, FLOOR, TOP)]

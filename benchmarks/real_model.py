@@ -368,7 +368,8 @@ def position_table(folder: Path) -> str:
 
 # ---- the pictures
 
-LEFT, RIGHT, TOP, FLOOR = 60, 560, 20, 340
+LEFT, RIGHT = 60, 560
+TOP, FLOOR = 20, 340
 PICTURES = ROOT / "docs"
 
 

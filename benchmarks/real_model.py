@@ -319,11 +319,12 @@ def reading_table(folder: Path, tokens: int) -> str:
         change = float((loss_D - dense_D).mean())
         half = paired_bootstrap(loss_D, dense_D).half()
         both_D, asked_D = (right_DN & known_DN).sum(1), known_DN.sum(1)
+        share = both_D.sum() / max(1, asked_D.sum())
         needles = wilson_of_items(both_D, asked_D)
         keys = visible_keys(settings(folder, reading).attention, torch.arange(tokens // 2, tokens))
         lines.append(
             f"| {name} | {keys:,.0f} | {change:+.4f}{half} | {np.expm1(change):+.2%} | "
-            f"{both_D.sum() / asked_D.sum():.2f} ({needles.low:.2f} to {needles.high:.2f}; "
+            f"{share:.2f} ({needles.low:.2f} to {needles.high:.2f}; "
             f"{asked_D.sum()}) |"
         )
     lines.append(
@@ -396,7 +397,7 @@ def draw_text(folder: Path) -> None:
         parts.append(svg.text(str(number), x(cost) + 8, y(share) + 4, ""))
         parts.append(svg.text(f"{number}  {name}", RIGHT + 16, TOP + 20 * number, ""))
     label = "Needles found against the cost in perplexity of each sparse reading"
-    save("real-text", svg.picture(800, 390, label, parts))
+    save("real-text", svg.picture(860, 390, label, parts))
 
 
 def draw_length(folder: Path) -> None:

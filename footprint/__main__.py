@@ -26,7 +26,15 @@ from footprint.python.refusal import HERE, Refused
 from footprint.scripts.answer import ScriptReport
 from footprint.scripts.longest import read_lengths
 from footprint.scripts.script import ALLOCATOR, EXPANDABLE, LIMIT, Failed, Script, predict_script
-from footprint.steps.flags import Parser, answers, between, is_about_step, number, shell_words
+from footprint.steps.flags import (
+    Parser,
+    answers,
+    between,
+    is_about_step,
+    is_answer,
+    number,
+    shell_words,
+)
 from footprint.steps.search import VERDICTS
 
 FAILED = 1
@@ -88,7 +96,7 @@ def _is_ours(pair: tuple[str, str]) -> bool:
     """Whether the second of two neighbouring words is a flag, or may be the value of the first."""
     before, word = pair
     takes_value = before.startswith("--") and "=" not in before
-    return word.startswith("-") or takes_value
+    return word.startswith("-") or takes_value or is_answer(word)
 
 
 def parse(words: list[str]) -> argparse.Namespace:

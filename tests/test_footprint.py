@@ -781,6 +781,14 @@ def traces(state):
     torch.jit.trace(nn.Linear(4, 4), torch.ones(2, 4))
 
 
+class Packed(nn.Parameter):
+    """What bitsandbytes makes of weights in 4 bits has such a class."""
+
+
+def quantizes(state):
+    torch.Tensor._make_subclass(Packed, torch.zeros(4))
+
+
 def packs(state):
     torch.nn.utils.rnn.pack_padded_sequence(torch.randn(8, 2, 4), [8, 5])
 
@@ -807,6 +815,7 @@ def aligns(state):
         (nests, "predict the padded batch"),
         (traces, "predict the module itself"),
         (packs, "predict the padded batch"),
+        (quantizes, "load the weights in bf16"),
         (linearizes, "take torch.func.jvp"),
         (searches_along_a_line, "LBFGS"),
         (aligns, "S the longest target"),

@@ -133,6 +133,7 @@ def test_footprint_answers_as_profile_memory_does(mine, answer, tmp_path, capsys
     "words, said",
     [
         ("--seq 8 --hf /nowhere", "there is no config.json"),
+        ("--answer a.py:1=1 b.py:2=2 --hf /nowhere", "there is no config.json"),
         ("--hf x --seq 0", "--seq: 0 is out of range: give"),
         ("--hf x --seq two", "--seq: 'two' is no whole number: give"),
         ("--hf x --dtype fp8", "--dtype: 'fp8' is unknown: choose from"),

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from footprint import estimate_memory, measure, predict
 from tests.footprint_models import WIDTH, one_layer
@@ -443,6 +444,49 @@ def test_an_adapted_model_is_frozen_but_for_its_adapters_on_a_gpu(llama):
     adapters = sizes["optimizer"] // 2
     assert frozen <= sizes["parameter"] + sizes["buffer"] <= frozen + adapters
     assert 0 < adapters < 0.2 * frozen
+
+
+class Holding(nn.Module):
+    """A wrapper like DistributedDataParallel."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs):
+        return self.module(**inputs)
+
+
+def prompted(folder) -> nn.Module:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    return peft.get_peft_model(pretrained(folder), config)
+
+
+def with_wrapped_layers(folder) -> nn.Module:
+    model = pretrained(folder)
+    model.model.layers = nn.ModuleList(map(checkpoint_wrapper, model.model.layers))
+    return model
+
+
+WRAPPING = {
+    "LoRA": adapted,
+    "a learned prompt": prompted,
+    "a module": lambda folder: Holding(pretrained(folder)),
+    "a module around LoRA": lambda folder: Holding(adapted(folder)),
+    "its layers": with_wrapped_layers,
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPING.values(), ids=WRAPPING)
+def test_stages_are_named_as_those_of_the_model_inside(wrapped, llama):
+    report = predict(*tuning(lambda: wrapped(llama), "cpu"), depth=3)
+    expected = {"model.layers.*.mlp backward", "model.layers.*.self_attn forward", "forward"}
+    assert expected | {"lm_head forward"} <= set(report.by_stage)
+    names = [group["module"] for group in report.largest]
+    assert "model.embed_tokens.weight" in names
+    for name in [*report.by_stage, *names]:
+        assert "base_model" not in name and "module" not in name
 
 
 DEVICE_MAPS = ["cuda", "auto", {"": 0}]

@@ -447,6 +447,17 @@ def test_an_operator_returns_fake_tensors_that_lie_as_real_ones(name):
     assert tree_map_only(Tensor, lies, fake) == tree_map_only(Tensor, lies, real)
 
 
+@pytest.mark.parametrize("target, rows_are_kept", [("cpu", False), ("cuda", True)])
+def test_the_first_right_vectors_keep_all_of_them_on_cuda_alone(target, rows_are_kept):
+    """peft's PSOFT keeps such a slice in each layer."""
+    svd = aten._linalg_svd.default
+    with FakeTensors():
+        fake = corrected(svd, target)(torch.empty(8, 32))[2]
+    assert fake[:2].is_contiguous() == rows_are_kept
+    if target == "cpu":
+        assert lies(fake) == lies(svd(torch.randn(8, 32))[2])
+
+
 zeros = torch.zeros(64, 8, dtype=torch.int64)
 PROBED = {
     "means of a group": (

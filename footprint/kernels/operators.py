@@ -203,6 +203,15 @@ def rescaled_projection(qkv: Tensor, bias: Tensor, heads: int) -> tuple[Tensor, 
     return made.unbind()
 
 
+def svd_on_cuda(x: Tensor, *args, **options) -> tuple[Tensor, Tensor, Tensor]:
+    """Right vectors lie by rows, as cuSOLVER has them: the first ones are contiguous, and keep all
+    of them. Those of the imitation, which runs on a CPU, lie by columns
+    (aten/native/BatchLinearAlgebra.cpp).
+    """
+    left, values, right = aten._linalg_svd.default(x, *args, **options)
+    return left, values, torch.empty_like(right, memory_format=torch.contiguous_format)
+
+
 def masked_softmax(x: Tensor, *_) -> Tensor:
     return torch.empty_like(x)
 
@@ -249,6 +258,8 @@ def corrected(func, target: str) -> Callable:
         return functools.partial(with_statistics, target, func)
     if target == "cpu" and func is aten.native_batch_norm_backward.default:
         return functools.partial(norm_backward, func)
+    if target == "cuda" and func is aten._linalg_svd.default:
+        return svd_on_cuda
     if func._schema.name in LEFT_OVER:
         return functools.partial(left_over, func)
     if func._schema.name in RESIZED:

@@ -18,6 +18,7 @@ from footprint.pretend.places import (
     RECOMPUTE,
     Places,
     StepTracker,
+    named_parts,
 )
 from footprint.record.trace import Trace, phase_of
 
@@ -156,10 +157,13 @@ def _owned(tracker: StepTracker, state: object) -> Iterator[tuple[int, tuple[str
     belongs to several is what comes last.
     """
     names: dict[Tensor, str] = {}
+    buffers: dict[Tensor, str] = {}
     for model in tracker.roots:
-        prefix = tracker.names[model]
-        for name, tensor in model.named_parameters(prefix=prefix):
-            names.setdefault(tensor, name)
+        for place, part in named_parts(model, tracker.names[model]):
+            for name, tensor in part.named_parameters(place, recurse=False):
+                names.setdefault(tensor, name)
+            for name, tensor in part.named_buffers(place, recurse=False):
+                buffers.setdefault(tensor, name)
 
     for value in holdings(state):
         if is_optimizer(value):
@@ -173,9 +177,8 @@ def _owned(tracker: StepTracker, state: object) -> Iterator[tuple[int, tuple[str
                     owner = f"{names.get(parameter, '')} {key}".strip()
                     yield tracker.own(value, "optimizer"), ("optimizer", owner)
 
-    for model in tracker.roots:
-        for name, buffer in model.named_buffers(prefix=tracker.names[model]):
-            yield tracker.own(buffer, "buffer"), ("buffer", name)
+    for buffer, name in buffers.items():
+        yield tracker.own(buffer, "buffer"), ("buffer", name)
     for parameter, name in names.items():
         yield tracker.own(parameter, "parameter"), ("parameter", name)
 

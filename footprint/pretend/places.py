@@ -47,6 +47,9 @@ BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 MADE_BY = "footprint"  # in the metadata of a node of the graph: output -> its module
 DEPTH = 2  # of the modules that a stage's name tells apart
+# Names of the only module inside of what wraps a model or a layer: by DDP, torch.compile, FSDP and
+# checkpointing
+WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def in_backward() -> bool:
@@ -65,6 +68,28 @@ def shortened(module: str, depth: int) -> str:
             break
         parts.append("*" if is_number else part)
     return ".".join(parts)
+
+
+def named_parts(
+    module: nn.Module, name: str = "", wrapped: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """A module's parts with the names that they have without what wraps them: those of PEFT's model
+    are those of its base model.
+    """
+    yield name, module
+    wrapped += _wrapped_by(module)
+    for key, part in module.named_children():
+        own = f"{name}.{key}".lstrip(".")
+        yield from named_parts(part, name if part in wrapped else own, wrapped)
+
+
+def _wrapped_by(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The parts of a module that it wraps, the outermost first."""
+    parts = dict(module.named_children())
+    if "base_model" in parts and hasattr(module, "get_base_model"):  # PEFT, which wraps it twice
+        return parts["base_model"], module.get_base_model()
+    is_alone = len(parts) == 1
+    return tuple(part for key, part in parts.items() if is_alone and key in WRAPPED)
 
 
 def stage_name(phase: str, module: str, depth: int) -> str:
@@ -147,7 +172,7 @@ class Places:
         if model in self.names:
             return
         self.roots[model] = None
-        for name, module in model.named_modules(prefix=prefix):
+        for name, module in named_parts(model, prefix):
             self.names.setdefault(module, name)
 
     @contextlib.contextmanager

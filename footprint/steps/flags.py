@@ -140,6 +140,11 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is no number: give one") from None
 
 
+def is_answer(word: str) -> bool:
+    """Whether a word is a value of --answer."""
+    return bool(re.fullmatch(r".+:\d+=.*", word))
+
+
 def answers(given: Sequence[str]) -> dict[str, object]:
     """The values of --answer by their lines, as footprint.predict takes them."""
     found = {}

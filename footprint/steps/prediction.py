@@ -69,6 +69,10 @@ REMEDIES = {
         "FlexAttention is compiled on a GPU, which is not predicted: predict "
         "scaled_dot_product_attention, which also keeps no scores"
     ),
+    "already associated to a python object of type FakeTensor": (
+        "tensors of a class of their own, such as the 4-bit weights of bitsandbytes, are not "
+        "predicted: load the weights in bf16, which usually needs more memory"
+    ),
     "initialize the default process group twice": (
         "there is a process group of world_size ranks: leave init_process_group out of build"
     ),

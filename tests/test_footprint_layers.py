@@ -410,6 +410,9 @@ LAID = {
         torch.randn(8),
         *(2, 8, 16, 2, [True, True, False]),
     ),
+    "a layer norm of bf16 with weights in fp32": (
+        *(aten.native_layer_norm.default, halves, [60], torch.ones(60), torch.ones(60), 1e-5),
+    ),
     "a batch norm of words": (aten.native_batch_norm.default, words(), *NO_STATISTICS),
     "a batch norm with channels last": (
         *(aten.native_batch_norm.default, channels_last(8), *NO_STATISTICS),

@@ -17,7 +17,7 @@ from longhaul.planner import plan as planner
 from longhaul.planner.needs import WARM_UP, largest
 from longhaul.planner.reconcile import allocator_peak
 from longhaul.planner.simulate import simulate
-from longhaul.sparse.indexer import Indexed
+from longhaul.sparse.indexer import Indexed, LayerLosses
 from model import Decoder, ModelConfig, Standard
 from tests.tiers import slow
 
@@ -147,6 +147,18 @@ def test_levers_change_neither_the_losses_nor_what_the_indexer_learns(changes):
         assert float(got.grad_norm) == pytest.approx(float(want.grad_norm), rel=1e-5)
         for name, figure in want.figures.items():
             assert float(got.figures[name]) == pytest.approx(float(figure), rel=1e-4)
+
+
+def test_the_gradient_of_the_layers_own_losses_is_that_of_their_mean_in_fp32():
+    terms = [torch.tensor(value, requires_grad=True) for value in (0.3, 1.7, 4.1)]
+    losses = LayerLosses(collects=True)
+    for term in terms:
+        losses.add(term)
+    loss = losses.added_to(torch.tensor(5.0), divisor=7.0)
+    loss.backward()
+    assert float(loss) == 5.0
+    for term in terms:
+        assert float(term.grad) == pytest.approx(1 / (3 * 7), rel=1e-6)
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3], ids=["in the warm-up", "at its end", "behind it"])

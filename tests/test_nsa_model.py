@@ -56,6 +56,16 @@ def test_decoding_follows_positions_of_every_row_and_then_the_default_ones(eithe
         assert (torch.cat(pieces, 1) - full).abs().max() <= 1e-5 * full.abs().max()
 
 
+@torch.no_grad()
+def test_a_second_part_of_several_chunks_of_queries_equals_the_full_forward(either, monkeypatch):
+    monkeypatch.setattr(model, "CHUNK_LOGITS", 1)  # chunks of 16 queries
+    decoder, x = build(NSA), tokens()
+    cache = decoder.new_cache(2, 200)
+    pieces = [decoder(part, cache=cache) for part in x.split([75, 125], 1)]
+    full = decoder(x)
+    assert (torch.cat(pieces, 1) - full).abs().max() <= 1e-5 * full.abs().max()
+
+
 @pytest.mark.parametrize("attention", [Standard(), NSA], ids=["standard", "nsa"])
 @torch.no_grad()
 def test_a_cache_that_is_too_small_names_what_it_needs_and_stays_as_it_was(attention, either):

@@ -222,6 +222,30 @@ def test_eight_bits_hold_a_block_within_the_maps_steps(name):
     assert sum(value.nbytes for value in state.values()) <= x.numel() * (1 + 4 / 256) + 4 * 5 * 4
 
 
+@pytest.mark.parametrize(
+    "moments, bound",
+    [(optimizers.Plain(torch.bfloat16), 0.01), (optimizers.EightBit(), 0.05)],
+    ids=["bf16", "8 bits"],
+)
+def test_small_moments_follow_those_in_fp32(moments, bound):
+    exact = updated_moments(optimizers.Plain(torch.float32))
+    for small, moment in zip(updated_moments(moments), exact):
+        assert (small - moment).norm() <= bound * moment.norm()
+
+
+def updated_moments(moments) -> list[torch.Tensor]:
+    """Both moments of a matrix after three steps."""
+    make = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.zeros(5, 700))
+    settings = dict(betas=(0.9, 0.95), eps=1e-8, lr=1e-3)
+    optimizer = optimizers.AdamW([dict(params=[p], weight_decay=0.0)], moments, **settings)
+    for _ in range(3):
+        p.grad = torch.randn(p.shape, generator=make)
+        optimizer.step()
+    state = optimizer.state[p]
+    return [moments.read(state, name, slice(None)) for name in ("exp_avg", "exp_avg_sq")]
+
+
 @pytest.fixture(scope="module")
 def reference():
     return losses(500)

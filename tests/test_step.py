@@ -1,5 +1,6 @@
 """train_step against a loop of training in plain PyTorch."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -88,3 +89,18 @@ def test_only_the_first_step_checks_its_labels():
         step.train_step(state, batch(number))
         checked.append(state.model.validate)
     assert checked == [True, False]
+
+
+class Measuring(step.NextToken):
+    measures = ("share",)
+
+    def after_backward(self, model: torch.nn.Module) -> torch.Tensor:
+        return torch.tensor([[257.0], [1001.0]])  # which bf16 cannot hold
+
+
+def test_what_an_objective_measures_is_summed_over_micro_batches_in_fp32():
+    state = step.build(CFG, CFG.model(), "cpu")
+    state.objective = Measuring()
+    result = step.train_step(state, batch(0))
+    assert state.figures.flatten().tolist() == [514.0, 2002.0]
+    assert float(result.figures["share"]) == pytest.approx(257 / 1001, rel=1e-6)

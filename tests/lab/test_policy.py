@@ -140,6 +140,7 @@ def test_loss_and_gradients_are_those_of_the_full_logits_in_float64(
     micros = [policy.micro_batch(part, "cpu", shared) for part in (groups[:2], groups[2:])]
     objective = PolicyObjective(settings, reference)
     loss, gradients = loss_and_gradients(model, micros, objective)
+    assert not objective.sums.requires_grad  # they would keep each micro-batch's graph
 
     weights = weights_of(model)
     truth = dense_loss(groups, weights, weights_of(reference), settings)

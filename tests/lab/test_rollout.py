@@ -180,6 +180,23 @@ def test_a_shared_prompt_changes_no_draw(model, monkeypatch):
             assert (sample.logprob_T - same.logprob_T).abs().max() < 1e-5
 
 
+def test_a_rehearsal_goes_on_behind_the_forwards_that_it_leaves_out(model, monkeypatch):
+    monkeypatch.setattr("longhaul.generate.PREFILL_CHUNK", 4)
+    hidden = Decoder.hidden
+    begins = []
+
+    def watched(self, tokens_BT, positions=None, doc_ids=None, cache=None, rows=None):
+        begins.append(cache.length)
+        return hidden(self, tokens_BT, positions, doc_ids, cache, rows)
+
+    monkeypatch.setattr(Decoder, "hidden", watched)
+    prompt = Prompt(0, np.ones(35, dtype=np.int64), NOTHING)
+    rollout.rehearse(model, [prompt], SAMPLING, made=lambda cache: None)
+    *parts, last = begins
+    assert parts == [0, 4, 8, 16, 32]  # five of nine
+    assert last == 34 + SAMPLING.max_response_length
+
+
 # ---- ranks
 
 

@@ -194,6 +194,7 @@ def prediction(trace: Trace) -> Prediction:
 # method -> what the prediction cannot know of its runs
 CAUSES = {
     "full-finetuning": "probably scattered gradients and states, which are packed here",
+    "boft": "2,016 MiB of `boft_P`, probably in the run's host memory, are on the GPU here",
     "adalora": "peft 0.21 trains `ranknum`, whose backward keeps a product; the run's did not",
 }
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import autocast
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from footprint.cards.allocator import GIB
 from footprint.cards.device import Card, cublas_size, multiplying_threads
@@ -28,6 +28,7 @@ from footprint.pretend.memories import DEVICE, HOST, Memories, Moved
 from footprint.pretend.places import StepTracker, local
 from footprint.python.patches import Patches, patched
 from footprint.python.refusal import HERE, TORCH
+from footprint.record.tracker import tensors_in
 
 MODULES = torch.nn.modules.module.__file__  # where Module.to moves tensors for the step
 DEFAULT_DEVICE = "_get_device_with_index"  # where torch.get_default_device makes a tensor
@@ -353,8 +354,7 @@ def _loading(memories: Memories) -> Patches:
 
 def _has_gpus(values: object) -> bool:
     """Whether any tensor was saved from a GPU."""
-    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-    return any(tensor.device.type == "cuda" for tensor in tensors)
+    return any(tensor.device.type == "cuda" for tensor in tensors_in(values))
 
 
 class _IsGenerator(type):

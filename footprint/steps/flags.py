@@ -142,16 +142,17 @@ def number(text: str) -> float:
 
 def is_answer(word: str) -> bool:
     """Whether a word is a value of --answer."""
-    return bool(re.fullmatch(r".+:\d+=.*", word))
+    line, _, _ = word.rpartition("=")
+    return bool(re.fullmatch(r".+:\d+", line))
 
 
 def answers(given: Sequence[str]) -> dict[str, object]:
     """The values of --answer by their lines, as footprint.predict takes them."""
     found = {}
     for words in given:
-        line, _, text = words.rpartition("=")
-        if not re.fullmatch(r".+:\d+", line):
+        if not is_answer(words):
             raise Refused(f"--answer {words}: give FILE.py:LINE=VALUE")
+        line, _, text = words.rpartition("=")
         found[line] = _value(text)
     return found
 

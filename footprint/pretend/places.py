@@ -6,6 +6,7 @@ backward reaches it; and whether the autograd engine runs can be asked before ev
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import NamedTuple
@@ -57,6 +58,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+@functools.cache
 def shortened(module: str, depth: int) -> str:
     """A module's name as far as `depth`, with * for the numbers of modules in a list:
     "layers.3.mlp.up" is "layers.*" at depth 1 and "layers.*.mlp" at depth 2.
@@ -293,11 +295,13 @@ class StepTracker(Places, Tracker):
             identity: phase_of(before.storages[identity].stage) for identity in self.trace.storages
         }
 
+    def imagined(self, func, args, kwargs):
+        return self.given.imagined(func, (args, kwargs))
+
     def run(self, func, args, kwargs):
         self.autocast = self.autocast or torch.is_autocast_enabled("cpu")
         if not self.fake:
             return func(*args, **kwargs)
-        args, kwargs = self.given.imagined(func, (args, kwargs))
         if self.attention:
             self.attention.check(func._schema.name, args)
         known = self.known.selected(func, args)
@@ -311,7 +315,6 @@ class StepTracker(Places, Tracker):
     def _record(self, func, args, outputs) -> None:
         if any(map(is_on_meta, tensors_in(outputs))):
             return
-        args = self.given.imagined(func, args)
         memories = self.memories
         is_one = self.target != "cuda" or self.making_host_tensors
         if is_one or memories.choose(func, args) == DEVICE:
@@ -326,7 +329,6 @@ class StepTracker(Places, Tracker):
     def follow(self, func, args, kwargs, outputs) -> None:
         if self.fake:
             refuse_results(outputs)
-            args, kwargs = self.given.imagined(func, (args, kwargs))
             self.known.follow(func, args, kwargs, outputs)
             self.seen_by_the_mode.clear()
 

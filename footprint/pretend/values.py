@@ -11,6 +11,7 @@ for the twin; where one is read, the prediction is that of this draw, and says s
 
 import itertools
 import sys
+import types
 from collections.abc import Callable, Mapping
 
 import torch
@@ -268,10 +269,10 @@ class KnownValues:
             return False
         if func._schema.is_mutable and any(map(_is_shared, given)):
             return False
-        is_large = any(tensor.numel() > MOST_KNOWN for tensor in given + results)
-        if is_large and func not in ALL_OR_ANY:
+        if name not in LIKE and any(self.of(tensor) is None for tensor in given):
             return False
-        return name in LIKE or all(self.of(tensor) is not None for tensor in given)
+        is_large = any(tensor.numel() > MOST_KNOWN for tensor in given + results)
+        return not is_large or func in ALL_OR_ANY
 
     def _real(self, value):
         if not isinstance(value, Tensor):
@@ -344,6 +345,11 @@ def converted(func, answer: object) -> object:
     return kind(answer)
 
 
+def is_question(func: Callable) -> bool:
+    """Whether a tensor is asked for an attribute: half of what a mode for functions sees."""
+    return type(func) is types.MethodWrapperType and func.__name__ == "__get__"
+
+
 class Reading(TorchFunctionMode):
     """Answers when Python code asks a fake tensor for its value."""
 
@@ -367,6 +373,8 @@ class Reading(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if is_question(func) and func not in self.rules:
+            return func(*args, **kwargs)
         before = self.running, self.known.given_unknown
         self.running = func, args, kwargs
         try:

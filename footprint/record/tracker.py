@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 from torch._C import DispatchKey
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from footprint.record.trace import Event, Storage, Trace
@@ -20,6 +21,7 @@ from footprint.record.trace import Event, Storage, Trace
 aten = torch.ops.aten
 READ_VALUE = aten._local_scalar_dense.default
 ADD = aten.add.Tensor
+DEVICE = torch.ops.prim.device.default  # C++ code of PyTorch asks for it, twice an operator
 # Backward formulas write into zeros in place. Under a dispatch mode they do not
 # (torch/csrc/autograd/FunctionsManual.cpp, areAnyTensorSubclassLike).
 IN_PLACE = {
@@ -171,6 +173,8 @@ class Tracker(TorchDispatchMode):
     # ---- the mode
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device
         if func in self.kernels:
             return self.run_in_parts(self.kernels[func], args, kwargs or {})
         if any(kind.__name__ in WRAPPERS for kind in types):
@@ -186,15 +190,17 @@ class Tracker(TorchDispatchMode):
         if self.fake and func in FUSED_OPTIMIZERS:
             return None
 
+        args, kwargs = self.imagined(func, args, kwargs or {})
         if func is ADD and called_by_the_engine() and not self.adds_a_mean(args):
             outputs = sum_of_gradients(*args)
         elif func in IN_PLACE and called_by_the_engine() and self.is_a_formula(func, args):
             func = IN_PLACE[func]
-            outputs = self.run(func, args, kwargs or {})
+            outputs = self.run(func, args, kwargs)
         else:
-            outputs = self.run(func, args, kwargs or {})
-        self._record(func, args, outputs)
-        self.follow(func, args, kwargs or {}, outputs)
+            outputs = self.run(func, args, kwargs)
+        with torch._C.DisableTorchFunction():  # the step does not ask
+            self._record(func, args, outputs)
+            self.follow(func, args, kwargs, outputs)
         return outputs
 
     def adds_a_mean(self, args) -> bool:
@@ -246,6 +252,10 @@ class Tracker(TorchDispatchMode):
 
     def locate(self) -> None:
         """For a subclass that finds out itself, before each operator, where the step is."""
+
+    def imagined(self, func, args, kwargs) -> tuple:
+        """The arguments; for a subclass whose step has real tensors among fake ones."""
+        return args, kwargs
 
     def run(self, func, args, kwargs):
         """What the operator returns; for a subclass that knows better than a fake tensor."""

@@ -107,7 +107,13 @@ class Workspaces(KernelWorkspaces):
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            with fake_tensors, missing(modes), patched(there), machine.few_rounds():
+            with (
+                fake_tensors,
+                torch._C._EnableTorchFunction(),
+                missing(modes),
+                patched(there),
+                machine.few_rounds(),
+            ):
                 yield
         finally:
             torch.set_num_threads(threads)

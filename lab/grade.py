@@ -45,6 +45,7 @@ DEMO = {
     "dtype": "fp32",
     "device": "cpu",
     "eval_every": 25,
+    "gradient_checkpointing": "none",
 }
 
 

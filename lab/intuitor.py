@@ -47,6 +47,7 @@ DEMO = {
     "device": "cpu",
     "eval_every": 30,
     "eval_rows": 500,
+    "gradient_checkpointing": "none",
 }
 
 

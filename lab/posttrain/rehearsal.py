@@ -55,9 +55,8 @@ class Policy(Program):
         """What the step minimises."""
         raise NotImplementedError
 
-    def step(self, state: trainer.TrainState) -> None:
-        """One step, and what reading its figures does."""
-        super().step(state)
+    def read_figures(self, state: trainer.TrainState) -> None:
+        """Their sums, and the weights that the last forwards have gathered."""
         state.objective.sums = None
         for model in self.frozen.values():
             apply.reshard(model)
@@ -233,9 +232,9 @@ class Grade(Policy):
             self.rewards.forward_hard(prompts_BP, tokens_BT, counts_BT)
         self.rewards.reshard()
 
-    def step(self, state: trainer.TrainState) -> None:
-        """One step, whose figures are read."""
-        super().step(state)
+    def read_figures(self, state: trainer.TrainState) -> None:
+        """Also the figures of the newest responses."""
+        super().read_figures(state)
         state.objective.largest = None
         state.objective.latest = None
 

@@ -84,7 +84,7 @@ class Scoring(Program):
     def first(self, state: step.TrainState) -> None:
         """The optimizer has its states if a training run evaluates."""
         if self.trained:
-            step.train_step(state, self.batch(state))
+            super().first(state)
 
     def step(self, state: step.TrainState) -> None:
         """A row is scored."""

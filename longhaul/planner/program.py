@@ -13,6 +13,7 @@ from footprint.pretend.places import StepTracker
 from longhaul import dist
 from longhaul import step as trainer
 from longhaul.config import TrainConfig
+from longhaul.parallel import apply
 from longhaul.planner.batches import fake_batch, row_batch
 from model import ModelConfig
 
@@ -71,12 +72,17 @@ class Program:
         gradients are zeros, in half the time.
         """
         cfg = self.cfg
-        is_plain = self.ranks == 1 and cfg.attention_type in PLAIN
-        if self.real or cfg.optimizer_in_backward or not is_plain:
+        if self.real or cfg.optimizer_in_backward or cfg.attention_type not in PLAIN:
             self.step(state)
             return
 
-        self.batch(state)  # text that the model writes before an update leaves tables of positions
+        # text that the model writes before an update leaves tables of positions
+        micro, *_ = self.batch(state)
+        if self.ranks > 1:  # what FSDP gathers weights into stays, without memory
+            with torch.no_grad():
+                state.objective.loss(state.model, micro, torch.ones((), device=self.device))
+            apply.reshard(state.model)
+            self.read_figures(state)
         for parameter in state.model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -87,8 +93,12 @@ class Program:
         state.weight = torch.zeros((), dtype=torch.long, device=self.device)
 
     def step(self, state: trainer.TrainState) -> None:
-        """One step."""
+        """One step, whose figures are read."""
         trainer.train_step(state, self.batch(state))
+        self.read_figures(state)
+
+    def read_figures(self, state: trainer.TrainState) -> None:
+        """What an objective no longer holds when a run has read its figures."""
 
     def batch(self, state: trainer.TrainState) -> list[trainer.MicroBatch]:
         """What precedes the update, and its micro-batches."""

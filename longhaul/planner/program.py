@@ -17,7 +17,7 @@ from longhaul.parallel import apply
 from longhaul.planner.batches import fake_batch, row_batch
 from model import ModelConfig
 
-PLAIN = ("standard", "nsa")  # attention all of whose parameters learn, and that measures nothing
+LEARNS = "indexed"  # attention that learns by a loss of its own, and that keeps what it measures
 
 ROLLOUT, VALIDATION = "rollout", "validation"  # phases that a program announces
 
@@ -72,7 +72,7 @@ class Program:
         gradients are zeros, in half the time.
         """
         cfg = self.cfg
-        if self.real or cfg.optimizer_in_backward or cfg.attention_type not in PLAIN:
+        if self.real or cfg.optimizer_in_backward or cfg.attention_type == LEARNS:
             self.step(state)
             return
 

@@ -30,6 +30,7 @@ WORDS = 4096
 FEW_TOKENS = 1500  # several tiles, and the last one is not full
 MANY_TOKENS = 65_536  # sums have several parts only in long rows
 TOY_TOKENS = 96
+TOY_HEADS = ("num_heads=2", "num_kv_heads=1")
 # what makes memory without values
 ALLOCATES = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
 
@@ -100,7 +101,7 @@ def use_layer(device: torch.device, tokens: int) -> None:
     on_gpu = device.type == "cuda"
     cfg = TrainConfig(
         model_size="4B" if on_gpu else "tiny",
-        model_overrides=("num_layers=1",),
+        model_overrides=("num_layers=1", *(() if on_gpu else TOY_HEADS)),
         attention_type="nsa",
         kernels="triton",
         loss="chunked",

@@ -73,7 +73,7 @@ class Program:
         """
         cfg = self.cfg
         if self.real or cfg.optimizer_in_backward or cfg.attention_type == LEARNS:
-            self.step(state)
+            self.train(state)
             return
 
         # text that the model writes before an update leaves tables of positions
@@ -93,7 +93,11 @@ class Program:
         state.weight = torch.zeros((), dtype=torch.long, device=self.device)
 
     def step(self, state: trainer.TrainState) -> None:
-        """One step, whose figures are read."""
+        """What is planned: a training step."""
+        self.train(state)
+
+    def train(self, state: trainer.TrainState) -> None:
+        """One training step, whose figures are read."""
         trainer.train_step(state, self.batch(state))
         self.read_figures(state)
 

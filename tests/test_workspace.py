@@ -51,7 +51,7 @@ def test_deterministic_sums_take_a_copy_of_dq_for_each_share_of_the_processors()
     assert ordered - plain == (copies - 1) * 4 * q.numel()
 
 
-@pytest.mark.parametrize("kind", [slow("indexed"), "nsa"])
+@pytest.mark.parametrize("kind", [slow("indexed"), slow("nsa")])
 def test_few_rounds_inside_an_operator_take_what_all_take(kind, monkeypatch):
     cfg = TrainConfig(
         model_size="tiny",

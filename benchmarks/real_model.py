@@ -36,11 +36,13 @@ from footprint.answers import svg
 from footprint.answers.svg import Scale
 from lab.analysis.patching import Pairs, Patching
 from longhaul import qwen3
+from longhaul.checkpoint.load import latest, load_model
 from longhaul.evals.intervals import paired_bootstrap, wilson_of_items
 from longhaul.evals.score import Item, ModelScorer
 from longhaul.evals.tasks import Sizes, TaskItem, TaskItems, Vocabulary
 from longhaul.generate import generate
 from longhaul.kinds import read_with
+from longhaul.sparse.indexer import LEARNER
 from longhaul.sparse.layer import BlockConfig
 from model import IGNORE, Decoder, ModelConfig
 
@@ -61,6 +63,7 @@ class Reading(NamedTuple):
 DENSE = "standard"
 POOLED = "dense_below=0 local=2"
 BOUNDS = "bounds, page=4, 64 blocks of 16"
+TAUGHT, INDEXER = "indexed, 64 blocks of 16", "count=64 block=16 local=8 head_dim=64"
 READINGS = {
     DENSE: Reading(),
     "exact": Reading("exact", "count=16"),
@@ -79,6 +82,7 @@ READINGS = {
     "pooled": Reading("pooled", f"count=16 {POOLED}"),
     "pooled, logsumexp": Reading("pooled", f"count=16 {POOLED} reduce=logsumexp"),
     "mean": Reading("mean", "count=16"),
+    TAUGHT: Reading("indexed", INDEXER),
     "yarn": Reading(yarn=2.0),
 }
 
@@ -103,6 +107,13 @@ COMMANDS = {
     "train": """train.py --init_from {folder}/model --data {folder}/data --context_length 2048
         --batch_size 1 --gradient_accumulation_steps 1 --max_steps 3 --warmup_steps 1 --lr 1e-5
         --eval_every 0 --dtype fp32 --output_dir {out}""",
+    "gain": """-m scripts.evaluate --checkpoint {folder}/model --data {folder}/data
+        --context_length 8192 --evals gain,retrieval --batches 6 --tasks single --items 6
+        --lengths 4096,8192 --output {out}""",
+    "indexer": f"""train.py --init_from {{folder}}/model --data {{folder}}/data
+        --attention_type indexed --blocks {INDEXER} --indexer_warmup 120 --context_length 1024
+        --batch_size 1 --gradient_accumulation_steps 1 --max_steps 121 --warmup_steps 5 --lr 5e-3
+        --eval_every 0 --dtype fp32 --output_dir {{out}}""",
     "asked": """-m data.prepare --input {folder}/sums.jsonl --text_field question
         --answer_field answer --tokenizer {folder}/model --val_fraction 0.2 --workers 1
         --output {out}""",
@@ -149,7 +160,17 @@ def opened(folder: Path, reading: Reading) -> Decoder:
     if reading.yarn > 1:
         changed |= dict(rope_scaling="yarn", rope_factor=reading.yarn)
     weights = folder / "model"
-    return qwen3.from_hf(weights, dtype=torch.float32, compute_dtype="float32", **changed)
+    model = qwen3.from_hf(weights, dtype=torch.float32, compute_dtype="float32", **changed)
+    if reading.kind == "indexed":
+        give_indexer(model, folder / "runs" / "indexer")
+    return model
+
+
+def give_indexer(model: Decoder, run: Path) -> None:
+    """Fill the model's indexers by those of a run, which may have trained more than them."""
+    taught = load_model(latest(run)).state_dict()
+    learned = {name: value for name, value in taught.items() if LEARNER in name.split(".")}
+    model.load_state_dict(learned, strict=False)
 
 
 def settings(folder: Path, reading: Reading) -> ModelConfig:
@@ -442,8 +463,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = Parser(prog="python -m benchmarks.real_model", description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, metavar="OUTPUT_DIR", help="of scripts.real_model")
-    known = [*CHECKS, "text", "long", *COMMANDS]
-    parser.add_argument("--only", nargs="+", choices=known, default=known, help="parts")
+    known = list(
+        dict.fromkeys([*CHECKS, "indexer", "text", "long", *COMMANDS])
+    )  # taught, then read
+    parser.add_argument("--only", nargs="+", choices=known, default=[*known], help="parts")
     parser.add_argument("--page", action="store_true", help="tables and pictures of what is there")
     given = parser.parse_args(arguments)
     if not (given.folder / "data").exists():

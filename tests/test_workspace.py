@@ -51,6 +51,21 @@ def test_deterministic_sums_take_a_copy_of_dq_for_each_share_of_the_processors()
     assert ordered - plain == (copies - 1) * 4 * q.numel()
 
 
+def test_the_gradient_of_an_embedding_sorts_more_than_3072_tokens():
+    """Their values and their order, int64, and what follows from them."""
+    backward = torch.ops.aten.embedding_dense_backward.default
+    inside = {
+        tokens: Workspaces("cuda")(
+            backward,
+            (meta(tokens, 64), meta(tokens, dtype=torch.int64), 1000, -1, False),
+            None,
+        )
+        for tokens in (3072, 3073)
+    }
+    assert inside[3072] == 0
+    assert inside[3073] > 2 * 8 * 3073
+
+
 @pytest.mark.parametrize("kind", [slow("indexed"), slow("nsa")])
 def test_few_rounds_inside_an_operator_take_what_all_take(kind, monkeypatch):
     cfg = TrainConfig(

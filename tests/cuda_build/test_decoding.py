@@ -13,6 +13,7 @@ from longhaul.clock import ClockedCache
 from longhaul.generate import CapturedSteps
 from longhaul.kinds import KINDS
 from longhaul.sampling import draw
+from longhaul.sparse.decode import logits
 from model import ModelConfig
 from tests.cuda_build.fakes import HOPPER, card
 
@@ -172,3 +173,12 @@ def test_the_host_waits_once_per_token(attention_type, captured, monkeypatch):
 def first_token_of(q, *_):
     """In place of sparse attention to a prompt."""
     return torch.empty_like(q)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_of_chosen_keys_are_one_product(dtype):
+    with card(HOPPER) as run:
+        q_XRK, k_XSK = (torch.empty(8, n, 64, dtype=dtype, device="cuda") for n in (4, 512))
+        run.operators.names.clear()
+        assert logits(q_XRK, k_XSK).dtype == torch.float32
+    assert launches(run.operators.names) == ["aten::bmm"]

@@ -117,6 +117,12 @@ def relative(gradients: dict, truth: dict) -> float:
     )
 
 
+def test_the_weight_of_many_tokens_is_their_number():
+    """bf16 cannot count past 256."""
+    objective = PolicyObjective(PolicyLoss(**SETTINGS | dict(kl_coef=0.0)))
+    assert objective.weight(dict(weight_n=torch.ones(1001))) == 1001
+
+
 @pytest.mark.parametrize(
     "kl, normalizer, old, shared",
     [

@@ -111,8 +111,8 @@ COMMANDS = {
         --context_length 8192 --evals gain,retrieval --batches 6 --tasks single --items 6
         --lengths 4096,8192 --output {out}""",
     "indexer": f"""train.py --init_from {{folder}}/model --data {{folder}}/data
-        --attention_type indexed --blocks {INDEXER} --indexer_warmup 120 --context_length 1024
-        --batch_size 1 --gradient_accumulation_steps 1 --max_steps 121 --warmup_steps 5 --lr 5e-3
+        --attention_type indexed --blocks {INDEXER} --indexer_warmup 60 --context_length 1024
+        --batch_size 1 --gradient_accumulation_steps 1 --max_steps 61 --warmup_steps 5 --lr 1e-3
         --eval_every 0 --dtype fp32 --output_dir {{out}}""",
     "asked": """-m data.prepare --input {folder}/sums.jsonl --text_field question
         --answer_field answer --tokenizer {folder}/model --val_fraction 0.2 --workers 1
@@ -463,10 +463,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = Parser(prog="python -m benchmarks.real_model", description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, metavar="OUTPUT_DIR", help="of scripts.real_model")
-    known = list(
-        dict.fromkeys([*CHECKS, "indexer", "text", "long", *COMMANDS])
-    )  # taught, then read
-    parser.add_argument("--only", nargs="+", choices=known, default=[*known], help="parts")
+    known = [*CHECKS, "text", "long", *COMMANDS]
+    parser.add_argument("--only", nargs="+", choices=known, default=known, help="parts")
     parser.add_argument("--page", action="store_true", help="tables and pictures of what is there")
     given = parser.parse_args(arguments)
     if not (given.folder / "data").exists():
@@ -477,7 +475,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw_text(given.folder)
         draw_length(given.folder)
     else:
-        for name in given.only:
+        taught = ["indexer"] if "text" in given.only else []
+        for name in [*taught, *given.only]:
             fill(given.folder, name)
     print(page(given.folder))
     return 0

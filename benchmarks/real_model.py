@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,6 +96,7 @@ TEXT = [(name, 4096, 8) for name in READINGS if name != "yarn"]
 TEXT += [(name, 8192, 4) for name in (DENSE, "exact, 64 blocks of 16", BOUNDS)]
 LONGEST = 16_384  # tokens
 LONG = [(DENSE, LONGEST, 3), ("yarn", LONGEST, 3)]
+DEPTHS = [(DENSE, 4096), ("exact, 128 blocks of 8", 4096), (DENSE, 8192), ("yarn", LONGEST)]
 
 # their words are kept, and the page quotes them; {folder} has what scripts.real_model made
 COMMANDS = {
@@ -108,8 +109,7 @@ COMMANDS = {
         --batch_size 1 --gradient_accumulation_steps 1 --max_steps 3 --warmup_steps 1 --lr 1e-5
         --eval_every 0 --dtype fp32 --output_dir {out}""",
     "gain": """-m scripts.evaluate --checkpoint {folder}/model --data {folder}/data
-        --context_length 8192 --evals gain,retrieval --batches 6 --tasks single --items 6
-        --lengths 4096,8192 --output {out}""",
+        --context_length 8192 --evals gain --batches 6 --output {out}""",
     "indexer": f"""train.py --init_from {{folder}}/model --data {{folder}}/data
         --attention_type indexed --blocks {INDEXER} --indexer_warmup 60 --context_length 1024
         --batch_size 1 --gradient_accumulation_steps 1 --max_steps 61 --warmup_steps 5 --lr 1e-3
@@ -313,7 +313,7 @@ def page(folder: Path) -> str:
     parts = [json.dumps(figures(folder, name), indent=1) for name in (*CHECKS, *COMMANDS)]
     for tokens in sorted({tokens for _, tokens, _ in ROWS}):
         parts += [f"\n{tokens:,} tokens", reading_table(folder, tokens)]
-    parts.append(position_table(folder))
+    parts += [position_table(folder), *depth_lines(folder)]
     return "\n".join(parts)
 
 
@@ -388,6 +388,19 @@ def position_table(folder: Path) -> str:
     for name, loss_P in long_losses(folder).items():
         lines.append(f"| {name} | {' | '.join(f'{loss:.3f}' for loss in loss_P)} |")
     return "\n".join(lines)
+
+
+def depth_lines(folder: Path) -> Iterator[str]:
+    """Of the needles in each quarter of the noise, from its start, how many a reading finds."""
+    for name, tokens in DEPTHS:
+        hits_DN = figures(folder, f"{name}, {tokens}").get("hits", [])
+        rows = [question(folder, index, tokens) for index in range(len(hits_DN))]
+        depth_n = np.array([answer.depth for row in rows for answer in row.answers])
+        quarter_n = np.minimum(4 * depth_n, 3).astype(int)
+        found = np.bincount(quarter_n, weights=np.ravel(hits_DN), minlength=4).astype(int)
+        asked = np.bincount(quarter_n, minlength=4)
+        counts = ", ".join(f"{a} of {b}" for a, b in zip(found, asked, strict=True))
+        yield f"by depth: {name}, {tokens:,} tokens: {counts}"
 
 
 def long_losses(folder: Path) -> dict[str, np.ndarray]:

@@ -17,7 +17,8 @@ from longhaul.parallel import apply
 from longhaul.planner.batches import fake_batch, row_batch
 from model import ModelConfig
 
-LEARNS = "indexed"  # attention that learns by a loss of its own, and that keeps what it measures
+# attention all of whose parameters learn, and that keeps nothing that it measures
+PLAIN = ("standard", "nsa", "exact", "bounds", "pooled", "mean")
 
 ROLLOUT, VALIDATION = "rollout", "validation"  # phases that a program announces
 
@@ -72,7 +73,7 @@ class Program:
         gradients are zeros, in half the time.
         """
         cfg = self.cfg
-        if self.real or cfg.optimizer_in_backward or cfg.attention_type == LEARNS:
+        if self.real or cfg.optimizer_in_backward or cfg.attention_type not in PLAIN:
             self.train(state)
             return
 

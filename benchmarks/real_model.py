@@ -63,7 +63,7 @@ class Reading(NamedTuple):
 DENSE = "standard"
 POOLED = "dense_below=0 local=2"
 BOUNDS = "bounds, page=4, 64 blocks of 16"
-TAUGHT, INDEXER = "indexed, 64 blocks of 16", "count=64 block=16 local=8 head_dim=64"
+INDEXER = "count=64 block=16 local=8 head_dim=64"
 READINGS = {
     DENSE: Reading(),
     "exact": Reading("exact", "count=16"),
@@ -82,7 +82,7 @@ READINGS = {
     "pooled": Reading("pooled", f"count=16 {POOLED}"),
     "pooled, logsumexp": Reading("pooled", f"count=16 {POOLED} reduce=logsumexp"),
     "mean": Reading("mean", "count=16"),
-    TAUGHT: Reading("indexed", INDEXER),
+    "indexed, 64 blocks of 16": Reading("indexed", INDEXER),
     "yarn": Reading(yarn=2.0),
 }
 

@@ -16,7 +16,6 @@ from longhaul.planner.workspace import Workspaces
 from longhaul.sparse.nsa import engine
 from longhaul.sparse.nsa.branches import Sizes
 from model import NSAConfig
-from tests.tiers import slow
 
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 DOCUMENTS_BACKWARD = torch.ops.aten._flash_attention_backward.default
@@ -66,7 +65,8 @@ def test_the_gradient_of_an_embedding_sorts_more_than_3072_tokens():
     assert inside[3073] > 2 * 8 * 3073
 
 
-@pytest.mark.parametrize("kind", [slow("indexed"), slow("nsa")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["indexed", "nsa"])
 def test_few_rounds_inside_an_operator_take_what_all_take(kind, monkeypatch):
     cfg = TrainConfig(
         model_size="tiny",

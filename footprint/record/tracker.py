@@ -21,7 +21,7 @@ from footprint.record.trace import Event, Storage, Trace
 aten = torch.ops.aten
 READ_VALUE = aten._local_scalar_dense.default
 ADD = aten.add.Tensor
-DEVICE = torch.ops.prim.device.default  # C++ code of PyTorch asks for it, twice an operator
+READ_DEVICE = torch.ops.prim.device.default  # PyTorch's C++ code asks, twice an operator
 # Backward formulas write into zeros in place. Under a dispatch mode they do not
 # (torch/csrc/autograd/FunctionsManual.cpp, areAnyTensorSubclassLike).
 IN_PLACE = {
@@ -173,7 +173,7 @@ class Tracker(TorchDispatchMode):
     # ---- the mode
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is DEVICE and isinstance(args[0], FakeTensor):
+        if func is READ_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].device
         if func in self.kernels:
             return self.run_in_parts(self.kernels[func], args, kwargs or {})

@@ -109,7 +109,7 @@ class Workspaces(KernelWorkspaces):
         try:
             with (
                 fake_tensors,
-                torch._C._EnableTorchFunction(),
+                torch._C._EnableTorchFunction(),  # a tracker that records is without modes
                 missing(modes),
                 patched(there),
                 machine.few_rounds(),

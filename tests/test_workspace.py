@@ -65,6 +65,18 @@ def test_the_gradient_of_an_embedding_sorts_more_than_3072_tokens():
     assert inside[3073] > 2 * 8 * 3073
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("beta", [0, 1])
+def test_a_product_that_is_written_into_a_wider_tensor_takes_nothing(dtype, beta):
+    """torch 2.12 cannot imitate it."""
+    with on_target() as tracker:
+        a, b = (torch.empty(64, 64, dtype=dtype, device="cuda") for _ in range(2))
+        total = torch.empty(64, 64, device="cuda")
+        before = len(tracker.trace.storages)
+        machine.mixed_product(total, a, b, beta)
+        assert len(tracker.trace.storages) == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["indexed", "nsa"])
 def test_few_rounds_inside_an_operator_take_what_all_take(kind, monkeypatch):

@@ -18,6 +18,7 @@ from footprint.kernels.copies import HALF, LEFT_OVER, RESIZED, left_over, resize
 from footprint.kernels.recurrent import BACKWARD, FORWARD, layer, layer_backward
 
 aten = torch.ops.aten
+WRITES_PRODUCT = aten.addmm.dtype_out  # torch 2.12 takes it for the one without a dtype
 GIVEN_STORAGES = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
 
 
@@ -30,7 +31,8 @@ def is_fake(value: object) -> bool:
 
 
 class FakeTensors(FakeTensorMode):
-    """PyTorch's mode, with three corrections that let a storage be one, and end when it does.
+    """PyTorch's mode, with a product that it cannot imitate, and with three corrections that let a
+    storage be one, and end when it does.
 
     A copy of a fake tensor belongs to the same mode. copy.deepcopy copies the attributes of a
     tensor, too, and so the mode. For every operator the new one would then make a second storage of
@@ -49,6 +51,8 @@ class FakeTensors(FakeTensorMode):
         self.storages: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
     def dispatch(self, func, types, args=(), kwargs=None):
+        if func is WRITES_PRODUCT:
+            return kwargs["out"]
         if func not in GIVEN_STORAGES:
             return super().dispatch(func, types, args, kwargs)
         tensor, storage, *layout = args

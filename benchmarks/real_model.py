@@ -162,13 +162,17 @@ def opened(folder: Path, reading: Reading) -> Decoder:
     weights = folder / "model"
     model = qwen3.from_hf(weights, dtype=torch.float32, compute_dtype="float32", **changed)
     if reading.kind == "indexed":
-        give_indexer(model, folder / "runs" / "indexer")
+        give_indexer(model, folder)
     return model
 
 
-def give_indexer(model: Decoder, run: Path) -> None:
-    """Fill the model's indexers by those of a run, which may have trained more than them."""
-    taught = load_model(latest(run)).state_dict()
+def give_indexer(model: Decoder, folder: Path) -> None:
+    """Fill the model's indexers by those of the run, which may have trained more than them."""
+    checkpoint = latest(folder / "runs" / "indexer")
+    if checkpoint is None:
+        figures = folder / "figures" / "indexer.json"
+        raise SystemExit(f"no checkpoint in {folder}/runs/indexer: remove {figures} to teach again")
+    taught = load_model(checkpoint).state_dict()
     learned = {name: value for name, value in taught.items() if LEARNER in name.split(".")}
     model.load_state_dict(learned, strict=False)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.test_rooms import copy_room
+from tests.test_rooms import HALF_COMPILED, copy_room
 from tests.tiers import slow
 from tests.warm_python import warm_python
 
@@ -223,7 +223,7 @@ def not_run() -> list[tuple[str, str]]:
 def product(tmp_path_factory) -> Path:
     """A copy of the product, which each page copies again."""
     folder = tmp_path_factory.mktemp("docs") / "product"
-    ignored = shutil.ignore_patterns(".*", "runs", "__pycache__", "cuda_build")
+    ignored = shutil.ignore_patterns(".*", "runs", "cuda_build", HALF_COMPILED)
     shutil.copytree(ROOT, folder, ignore=ignored)
     return folder
 

@@ -30,13 +30,16 @@ print("computed")
 """
 
 
+HALF_COMPILED = "*.pyc.*"  # what another process is about to rename
+
+
 def copy_room(folder: Path, *names: str) -> None:
     """Folders and files of the product, and nothing else, in a folder."""
     for name in names:
         copy = folder / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copy)
+            shutil.copytree(ROOT / name, copy, ignore=shutil.ignore_patterns(HALF_COMPILED))
         else:
             shutil.copy(ROOT / name, copy)
 

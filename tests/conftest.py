@@ -21,6 +21,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_collection():
+    """What test files import holds no garbage, and looking for it takes a third of the time."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    gc.enable()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call():
     """Skip, and do not fail, a test whose kernel these packages cannot interpret."""

@@ -164,6 +164,7 @@ def passed(settings) -> dict[str, bool]:
 ALL = dict.fromkeys(("cache", "future", "packed", "checkpointing", "planned"), True)
 
 
+@pytest.mark.slow
 def test_the_example_passes_every_check_of_verify_kind(kind):
     assert passed(kind) == ALL
 

@@ -146,7 +146,7 @@ SHARED = dict(context_parallel_size=2)
             ("standard", SHARED | dict(context_parallel_mode="gather_kv"), 2, "cpu"),
             ("tiles", SHARED | dict(attention_head_groups=1), 2, "cuda"),
         ],
-        4,
+        5,
     ),
 )
 def test_an_evaluation_in_the_loop_takes_less_than_the_leanest_step(name, lean, ranks, target):
@@ -162,6 +162,7 @@ def test_an_evaluation_in_the_loop_takes_less_than_the_leanest_step(name, lean, 
 # --------------------------------------------------------------------------- whole rows or parts
 
 
+@pytest.mark.slow
 def test_rows_pass_whole_if_they_fit_else_in_the_largest_parts_that_do(monkeypatch):
     monkeypatch.setattr(evaluation, "peak", functools.cache(evaluation.peak))
     T = 32_768

@@ -11,6 +11,7 @@ from lab.posttrain.config import IntuitorConfig
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.planner import advise, fit, plan, solve
+from tests.tiers import slow
 
 CFG = TrainConfig(model_size="0.6B", context_length=65536, batch_size=4, loss="standard")
 SHALLOW = dataclasses.replace(CFG, model_overrides=("num_layers=1",))
@@ -95,8 +96,8 @@ def test_a_lever_that_other_settings_exclude_gives_no_rung():
     "changes, ranks",
     [
         # `tiny` has 2 KV heads, which do not divide over 4
-        (dict(context_parallel_size=4), 4),
-        (dict(optimizer_in_backward=True, grad_clip=0.0, batch_size=4), 1),
+        slow(dict(context_parallel_size=4), 4),
+        slow(dict(optimizer_in_backward=True, grad_clip=0.0, batch_size=4), 1),
         (dict(attention_head_groups=8, gradient_checkpointing="full"), 1),
     ],
     ids=str,
@@ -145,7 +146,7 @@ def test_a_run_of_more_than_a_day_is_not_proposed_for_a_cpu(monkeypatch):
     ],
     ids=["standard", "nsa", "policy"],
 )
-@pytest.mark.parametrize("available", [1.0, 12.0])
+@pytest.mark.parametrize("available", [slow(1.0), 12.0])
 def test_on_a_cpu_no_other_model_and_no_other_context_is_tried(cfg, available, monkeypatch):
     monkeypatch.setattr(plan, "step_seconds", lambda *request: 1.0)
     tried = []

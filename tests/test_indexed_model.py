@@ -259,6 +259,7 @@ def planned(cfg: TrainConfig, available: float = 64.0) -> planner.Plan:
     return planner.plan(cfg, cfg.model(), World(), torch.device("cpu"), available)
 
 
+@pytest.mark.slow
 def test_the_plan_is_of_the_dense_warm_up_if_that_takes_more():
     cfg = settings(**DENSE_IS_LARGER, indexer_warmup=1, device="cpu")
     plan = planned(cfg)

@@ -1,13 +1,14 @@
 """Predicted memory of runs with adapters that others published: some rows of the benchmark."""
 
+from importlib.util import find_spec
+
 import pytest
 
-pytest.importorskip("peft", reason="peft is not installed")
-pytest.importorskip("transformers", reason="transformers is not installed")
+from benchmarks import peft_peaks
+from footprint.record.unroll import LAYERS, unroll
+from tests.tiers import slow
 
-from benchmarks import peft_peaks  # noqa: E402
-from footprint.record.unroll import LAYERS, unroll  # noqa: E402
-from tests.tiers import slow  # noqa: E402
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 
 ROWS = {row.experiment: row for row in peft_peaks.rows()}
 SAMPLE = [

@@ -12,6 +12,8 @@ from model import ModelConfig, StandardAttention  # noqa: E402
 from tests.cuda_build.fakes import HOPPER, TURING, card  # noqa: E402
 from tests.kernel_resources import compiled, resources  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 # of 65,536 on a multiprocessor: four or more programs of 128 threads fit
 MOST_REGISTERS = 128
 

@@ -9,6 +9,8 @@ from longhaul.kernels import choose
 from longhaul.kinds import KINDS
 from model import Block, ModelConfig, RotaryCache, document_boundaries
 
+pytestmark = pytest.mark.slow
+
 T = 256
 
 

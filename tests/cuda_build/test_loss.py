@@ -15,6 +15,8 @@ from footprint.python.patches import patched
 from longhaul.vocab import loss as vocab_loss
 from tests.cuda_build.fakes import HOPPER, Operators, on_card
 
+pytestmark = pytest.mark.slow
+
 N = 65_536
 D = 2560
 V = 151_936
@@ -110,7 +112,6 @@ def test_one_block_of_low_precision_is_one_product_of_its_dtype():
     assert found["mm"] == 2 * 19 and found["mixed product"] == 19
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fold_kernel", "gradient_kernel"])
 def test_the_kernels_of_a_tile_load_16_bytes_at_once_and_spill_no_register(name):
     pytest.importorskip("triton", reason="triton is not installed: nothing is compiled")

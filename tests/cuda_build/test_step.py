@@ -23,6 +23,8 @@ from model import Decoder, OnHost
 from tests.cuda_build import engine
 from tests.cuda_build.fakes import HOPPER, on_card
 
+pytestmark = pytest.mark.slow
+
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 OTHERS = ("/tests/", "/site-packages/")  # the environment of these tests may lie inside
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero")

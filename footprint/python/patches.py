@@ -15,6 +15,10 @@ from footprint.python.refusal import HERE, LIBRARY, PACKAGES, TORCH
 Place = tuple[object, str]  # a module or a class, and the name of an attribute
 Patches = dict[Place, object]
 
+# It is made of the address, as `id` is. Each `id` also asks the audit hooks, of which transformers
+# brings one, and then takes four times as long.
+identity = object.__hash__
+
 
 @contextlib.contextmanager
 def patched(patches: Mapping[Place, object]) -> Iterator[None]:
@@ -22,7 +26,9 @@ def patched(patches: Mapping[Place, object]) -> Iterator[None]:
     has imported them by name.
     """
     own = {
-        id(vars(owner)[name]): new for (owner, name), new in patches.items() if name in vars(owner)
+        identity(vars(owner)[name]): new
+        for (owner, name), new in patches.items()
+        if name in vars(owner)
     }
     with _exchanged(patches), _exchanged(_imported(own)):
         yield
@@ -74,11 +80,13 @@ def _imported(replacements: Mapping[int, object]) -> Patches:
     """What the user's modules call by names of their own."""
     found: Patches = {}
     for module in list(sys.modules.values()):
-        if not _is_users(module) or replacements.keys().isdisjoint(map(id, vars(module).values())):
+        if not _is_users(module):
+            continue
+        if replacements.keys().isdisjoint(map(identity, vars(module).values())):
             continue
         for name, value in vars(module).items():
-            if id(value) in replacements:
-                found[module, name] = replacements[id(value)]
+            if identity(value) in replacements:
+                found[module, name] = replacements[identity(value)]
     return found
 
 

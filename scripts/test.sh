@@ -4,7 +4,7 @@
 #   bash scripts/test.sh --all     every test, as CI runs them
 # Further arguments go to pytest: bash scripts/test.sh --all tests/test_model.py -k rotary
 # SLOW_UNTIL=SECONDS (since 1970) skips slow tests that would begin later, and says so.
-# WORKERS=4 runs four test files at a time instead of two. CI runs three: some only wait.
+# WORKERS=4 runs four test files at a time instead of three, of which one often only waits.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
@@ -20,4 +20,4 @@ fi
 # Hundreds of processes are started: each would compile longhaul again, 0.4 s of CPU time.
 unset PYTHONDONTWRITEBYTECODE
 exec python -m pytest -p tests.progress -q --no-header \
-    -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder --max-worker-restart 0 "${tier[@]}" "$@"
+    -n "${WORKERS:-3}" --dist loadfile --no-loadscope-reorder --max-worker-restart 0 "${tier[@]}" "$@"

@@ -50,6 +50,7 @@ def test_each_card_gets_its_precision(capsys):
         assert re.search(rf"{change} +4\.71 +\d+\.\d\d  fits", printed)
 
 
+@pytest.mark.slow
 def test_a_card_that_holds_it_gets_no_change_and_one_that_holds_nothing_all(capsys):
     few = ["--skip_sae", "--skip_patching", "--layers", "0", "--batch_size", "2"]
     few += ["--model_overrides", "num_layers=2"]

@@ -121,6 +121,7 @@ def test_ranks_share_a_row_that_one_cannot_hold_and_the_plan_says_so():
     assert ranks_per_row(unshared, 16.0) == 1
 
 
+@pytest.mark.slow
 def test_the_fewest_ranks_that_hold_a_row_share_it():
     world = dist.World(0, 8, 0, 8)
     cfg = dataclasses.replace(LONG, attention_type="standard", dtype="fp32")

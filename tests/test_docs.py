@@ -16,7 +16,6 @@ from typing import NamedTuple
 import pytest
 
 from tests.test_rooms import HALF_COMPILED, copy_room
-from tests.tiers import slow
 from tests.warm_python import warm_python
 
 ROOT = Path(__file__).parent.parent
@@ -259,11 +258,11 @@ def walk(
     return done.stdout + done.stderr
 
 
-FAST = ("docs/VOCAB.md",)
 WITH_BLOCKS = [name for name in PAGES if run_of(name)]
 
 
-@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in WITH_BLOCKS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_BLOCKS)
 def test_the_blocks_of_a_page_run_from_top_to_bottom(name, product, environment, tmp_path):
     blocks = run_of(name)
     room = ROOMS.get(name)

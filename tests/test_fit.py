@@ -142,11 +142,11 @@ def test_a_run_of_more_than_a_day_is_not_proposed_for_a_cpu(monkeypatch):
     [
         TrainConfig(model_size="0.6B", context_length=8192),
         TrainConfig(model_size="0.6B", context_length=8192, attention_type="nsa"),
-        IntuitorConfig(model_size="0.6B", context_length=4096, kl_coef=0.0),
+        slow(IntuitorConfig(model_size="0.6B", context_length=4096, kl_coef=0.0)),
     ],
     ids=["standard", "nsa", "policy"],
 )
-@pytest.mark.parametrize("available", [slow(1.0), 12.0])
+@pytest.mark.parametrize("available", [1.0, 12.0])
 def test_on_a_cpu_no_other_model_and_no_other_context_is_tried(cfg, available, monkeypatch):
     monkeypatch.setattr(plan, "step_seconds", lambda *request: 1.0)
     tried = []

@@ -276,6 +276,7 @@ def test_the_predicted_peak_of_a_later_stage_is_the_trackers():
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_stage_that_needs_most_decides():
     cfg = shape("64:3,128:2,256:1", attention_type="nsa", blocks=("sel_count=3", "window=32"))
     plan = planner.plan(cfg, cfg.model(), World(), CPU, available=64.0)

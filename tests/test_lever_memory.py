@@ -57,6 +57,7 @@ HOST = dict(gradient_checkpointing="full", offload_activations=True)
 IN_BACKWARD = dict(optimizer_in_backward=True, grad_clip=0.0)
 
 
+@pytest.mark.slow
 def test_what_stays_on_the_host_is_counted_there():
     layers = 6  # more than are simulated for a plan
     cfg = TrainConfig(

@@ -186,7 +186,10 @@ TOYS = {row.toy: row for row in PROGRAMS if "attention" not in row.name}.values(
 
 @pytest.mark.parametrize(
     "row",
-    [slow(row) if row.name.endswith("transformers") else row for row in TOYS],
+    [
+        slow(row) if row.name.startswith("pair") or "transformers" in row.name else row
+        for row in TOYS
+    ],
     ids=lambda row: row.name,
 )
 def test_every_row_runs_at_toy_size(row, tmp_path):

@@ -2,6 +2,11 @@
 
 import contextlib
 import functools
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +14,7 @@ import torch
 from base import machine
 from base.machine import deterministic
 from footprint.kernels import workspace
+from footprint.python.patches import patched
 from longhaul.config import TrainConfig
 from longhaul.planner.program import program_of
 from longhaul.planner.simulate import on_target, trace
@@ -17,6 +23,7 @@ from longhaul.sparse.nsa import engine
 from longhaul.sparse.nsa.branches import Sizes
 from model import NSAConfig
 
+ROOT = Path(__file__).parent.parent
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 DOCUMENTS_BACKWARD = torch.ops.aten._flash_attention_backward.default
 SHAPE = (32, 8, 128)  # query heads, KV heads, head dim
@@ -120,3 +127,42 @@ def test_the_sparse_twin_takes_what_its_file_says_at_131072_tokens():
     sorted_pairs = 20 * T * 8 * cfg.sel_count
     assert sorted_pairs < forward < 2.1 * sorted_pairs
     assert 0.9e9 < backward < 1.8e9
+
+
+# ---- what a plan leaves behind
+
+PLANNED_FIRST = """
+from longhaul.config import TrainConfig
+from longhaul.planner.simulate import simulate
+
+words = ("num_layers=1", "num_heads=2", "num_kv_heads=1", "head_dim=64")
+cfg = TrainConfig(
+    model_size="tiny", model_overrides=words, context_length=256, attention_type="nsa",
+    dtype="bf16", device="cuda",
+)
+simulate(cfg, target="cuda").peak()
+
+from longhaul.sparse.triton import blocks, nsa, tiles
+
+assert tiles.launch.__module__ == tiles.__name__
+for module in (blocks, nsa):
+    assert module.launch is tiles.launch, module
+"""
+
+
+def test_behind_a_plan_of_a_gpu_the_kernels_that_it_imported_are_launched():
+    """A plan launches none; training in the same process once launched none either."""
+    pytest.importorskip("triton", reason="triton is not installed: its kernels are not planned for")
+    words = [sys.executable, "-c", PLANNED_FIRST]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+
+
+def test_a_module_that_is_imported_meanwhile_has_what_was_there_before(tmp_path, monkeypatch):
+    (tmp_path / "imported_late.py").write_text("from os.path import basename")
+    monkeypatch.syspath_prepend(tmp_path)
+    with patched({(os.path, "basename"): len}):
+        late = importlib.import_module("imported_late")
+        assert late.basename("abc") == 3
+    del sys.modules["imported_late"]
+    assert late.basename("a/b") == "b"

@@ -23,15 +23,16 @@ identity = object.__hash__
 @contextlib.contextmanager
 def patched(patches: Mapping[Place, object]) -> Iterator[None]:
     """The attributes have these values inside the `with` block, also where a file of the user's
-    has imported them by name.
+    has imported them by name. Behind it, what the block has imported has those of before, too.
     """
-    own = {
-        identity(vars(owner)[name]): new
-        for (owner, name), new in patches.items()
-        if name in vars(owner)
-    }
-    with _exchanged(patches), _exchanged(_imported(own)):
-        yield
+    before = {(owner, name): vars(owner)[name] for owner, name in patches if name in vars(owner)}
+    own = {identity(old): patches[place] for place, old in before.items()}
+    loaded = set(sys.modules)
+    try:
+        with _exchanged(patches), _exchanged(_imported(own)):
+            yield
+    finally:
+        _put(_imported_meanwhile(loaded, patches, before))
 
 
 @contextlib.contextmanager
@@ -87,6 +88,21 @@ def _imported(replacements: Mapping[int, object]) -> Patches:
         for name, value in vars(module).items():
             if identity(value) in replacements:
                 found[module, name] = replacements[identity(value)]
+    return found
+
+
+def _imported_meanwhile(
+    loaded: set[str], patches: Mapping[Place, object], before: Patches
+) -> Patches:
+    """What modules that were not there have taken by name, with the values of before."""
+    found: Patches = {}
+    for module in [module for name, module in list(sys.modules.items()) if name not in loaded]:
+        if (getattr(module, "__file__", None) or "").startswith(HERE):
+            continue
+        names = getattr(module, "__dict__", {})
+        for (owner, name), old in before.items():
+            if name in names and names[name] is patches[owner, name]:
+                found[module, name] = old
     return found
 
 

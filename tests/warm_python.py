@@ -66,7 +66,7 @@ def serve(server: socket.socket):
     """Start a process for each request, until the test that made this one has ended."""
     for name in HEAVY:
         importlib.import_module(name)
-    gc.freeze()
+    gc.freeze()  # or each command looks for garbage among all of torch's objects
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while sys.stdin not in select.select([server, sys.stdin], [], [])[0]:
         client, _ = server.accept()

@@ -94,7 +94,11 @@ def _imported(replacements: Mapping[int, object]) -> Patches:
 def _imported_meanwhile(
     loaded: set[str], patches: Mapping[Place, object], before: Patches
 ) -> Patches:
-    """What modules that were not there have taken by name, with the values of before."""
+    """What modules that were not there have taken by name, with the values of before.
+
+    Only under the same name, because a new value may be a public function, which a module may well
+    want. Ours are left out: they define the new values.
+    """
     found: Patches = {}
     for module in [module for name, module in list(sys.modules.items()) if name not in loaded]:
         if (getattr(module, "__file__", None) or "").startswith(HERE):

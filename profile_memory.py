@@ -7,7 +7,7 @@ runs on fake tensors. Sizes are in GiB (2^30 bytes) and per rank. Exit code 0: t
 asked, or no card was named; 2: it fits after a printed change, or bad input; 3: nothing fits.
 """
 
-import base.installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.with_torch  # noqa: F401  (first: a missing package is answered in one line)
 
 import dataclasses
 import signal

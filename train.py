@@ -3,7 +3,7 @@
 longhaul/run/training.py has what a run does, and longhaul/step.py what a step does.
 """
 
-import base.installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.with_torch  # noqa: F401  (first: a missing package is answered in one line)
 
 from longhaul.config import TrainConfig
 from longhaul.run import training

@@ -17,7 +17,7 @@ mean over the labels that are not -100. Each row of its table names what people 
     python verify_chunked_loss.py --loss package.module:loss --dtype bf16
 """
 
-import base.installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.with_torch  # noqa: F401  (first: a missing package is answered in one line)
 
 import argparse
 import functools

@@ -2,4 +2,4 @@
 table; docs/RESULTS.md says which figures are from which.
 """
 
-import base.installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.with_torch  # noqa: F401  (first: a missing package is answered in one line)

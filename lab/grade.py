@@ -5,7 +5,7 @@ gradient of the reward reaches the policy (GRADE). --demo needs nothing else: it
 trains a first model and a reward model on them, and improves the first. docs/LAB.md has more.
 """
 
-import base.installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.with_torch  # noqa: F401  (first: a missing package is answered in one line)
 
 import dataclasses
 import json

@@ -5,7 +5,7 @@ Of each prompt a group of responses is sampled and rewarded, by self-certainty o
 task of sums, trains a first model on it, and improves that. docs/LAB.md says more.
 """
 
-import base.installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.with_torch  # noqa: F401  (first: a missing package is answered in one line)
 
 import sys
 from pathlib import Path

@@ -6,7 +6,7 @@ labels, and what it makes of held-out texts is printed. lab.grade takes the fold
 --reward_checkpoint (docs/LAB.md).
 """
 
-import base.installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.with_torch  # noqa: F401  (first: a missing package is answered in one line)
 
 import json
 import random

@@ -6,7 +6,7 @@ in the report, and the exit code is that of the first refusal. docs/LAB.md says 
 mean.
 """
 
-import base.installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.with_torch  # noqa: F401  (first: a missing package is answered in one line)
 
 import dataclasses
 import sys

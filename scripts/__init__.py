@@ -1,3 +1,3 @@
 """Programs run as `python -m scripts.NAME`."""
 
-import base.installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.with_torch  # noqa: F401  (first: a missing package is answered in one line)

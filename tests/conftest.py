@@ -3,7 +3,7 @@
 Small tensors are faster with one thread, and results then do not depend on the number of cores.
 """
 
-import base.installed  # noqa: F401  (first: torch reads what it sets only once)
+import base.with_torch  # noqa: F401  (first: torch reads what it sets only once)
 
 import gc
 import importlib.metadata
@@ -45,22 +45,26 @@ def pytest_runtest_setup(item: pytest.Item):
     """Skip a slow test that would begin after SLOW_UNTIL, in seconds since 1970: on a slow machine
     CI has no time for all of them.
     """
-    leave_imports_out(item.session)
+    leave_out_what_stays(item.session)
     until = float(os.environ.get("SLOW_UNTIL", "inf"))
     if item.get_closest_marker("slow") and time.time() > until:
         pytest.skip("a slow test that would begin after SLOW_UNTIL")
 
 
 IMPORTED = pytest.StashKey[int]()  # how many modules there were the last time
+BEGUN = pytest.StashKey[int]()  # how many tests have begun
+EVERY = 50
 
 
-def leave_imports_out(session: pytest.Session):
-    """Python looks for garbage among what tests make, not among what imports have made: a million
-    objects take 0.25 s, and `footprint.kernels.measure` looks each time.
+def leave_out_what_stays(session: pytest.Session):
+    """Python looks for garbage among what a test makes, not among what imports and tests before it
+    have left: a million objects take 0.25 s, and `footprint.kernels.measure` looks each time.
     """
-    count = len(sys.modules)
-    if count > session.stash.get(IMPORTED, 0):
-        session.stash[IMPORTED] = count
+    modules = len(sys.modules)
+    begun = session.stash.get(BEGUN, 0)
+    session.stash[BEGUN] = begun + 1
+    if begun % EVERY == 0 or modules > session.stash[IMPORTED]:
+        session.stash[IMPORTED] = modules
         gc.collect()
         gc.freeze()
 

@@ -222,7 +222,7 @@ def warm():
     sys.path[0] = os.getcwd()
     del sys.modules["tests"]  # of the folder before
     sys.dont_write_bytecode = False
-    for name in ("base.installed", "torch.distributed.fsdp"):
+    for name in ("base.with_torch", "torch.distributed.fsdp"):
         __import__(name)
 
 

@@ -5,6 +5,7 @@ imports would take each rank 3 s of CPU time. The ranks share the server's hash 
 processes of torchrun do not: the tests that start torchrun find what depends on it.
 """
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -67,6 +68,7 @@ def begin(body, size: int, *args) -> mp.ProcessContext:
 
 
 def _begin(rank: int, size: int, port: int, environment: dict, body, args: tuple):
+    gc.freeze()  # or each rank looks for garbage among what the server has imported
     os.environ.clear()
     os.environ.update(
         environment,

@@ -184,6 +184,15 @@ def test_ctrl_c_is_one_line_and_ends_the_command_wherever_it_comes(statement):
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_garbage_is_looked_for_again_when_torch_is_there_but_not_in_torch():
+    code = "import base.with_torch, gc; print(gc.isenabled(), gc.get_freeze_count())"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    is_on, left_out = done.stdout.split()
+    assert is_on == "True"
+    assert int(left_out) > 100_000
+
+
 # ---- the profiler
 
 

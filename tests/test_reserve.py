@@ -69,7 +69,7 @@ def test_every_command_that_trains_imports_it_before_torch():
             for line in Path(file).read_text().splitlines()
             if line.startswith(("import ", "from "))
         ]
-        assert lines[0].startswith("import base.installed"), file
+        assert lines[0].startswith("import base.with_torch"), file
 
 
 def test_a_step_whose_live_bytes_fit_may_reserve_too_much(monkeypatch, trace):

@@ -404,8 +404,13 @@ def _worst_stage(
     ranks = max(one.cfg.context_ranks for one in planned(cfg))
     fixed = dataclasses.replace(cfg, context_parallel_size=ranks)
     stages = planned(fixed)
-    worst = max(stages, key=lambda one: (not one.fits, one.needed_gib))
+    worst = max(stages, key=_is_worse)
     return dataclasses.replace(worst, asked=cfg, cfg=fixed, stages=tuple(stages))
+
+
+def _is_worse(stage: Plan) -> tuple[bool, float]:
+    """What stages are sorted by; a stage that cannot fit is not simulated for it."""
+    return not stage.fits, math.inf if stage.is_hopeless else stage.needed_gib
 
 
 def _check_precision(cfg: TrainConfig, config: ModelConfig):

@@ -18,6 +18,7 @@ from footprint.python.refusal import Refused
 from footprint.steps.prediction import measure
 from longhaul.config import TrainConfig
 from longhaul.planner.simulate import simulate
+from model import sdpa
 
 aten = torch.ops.aten
 GIB = 2**30
@@ -108,6 +109,19 @@ BY_CARD = [
 @pytest.mark.parametrize("target, dtype, sizes, options, kernel", BY_CARD)
 def test_a_card_runs_its_own_kernel(target, dtype, sizes, options, kernel):
     assert taken(heads(dtype, **sizes), attended(**options), target) == kernel
+
+
+def of_the_model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sdpa(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+
+
+def test_the_model_repeats_keys_of_groups_in_fp32_alone_and_holds_no_logits():
+    """Up to torch 2.13 no kernel takes groups in fp32."""
+    grouped = attended(is_causal=True, enable_gqa=True)
+    ours = attended(of_the_model)
+    found = predict(heads(G=2), ours, target=AMPERE)
+    assert found.peak == predict(heads(G=2), grouped, target=AMPERE).peak
+    assert taken(heads(FP32, G=2), ours, AMPERE) == EFFICIENT
 
 
 def test_a_mask_and_missing_rows_decide_too():

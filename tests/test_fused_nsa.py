@@ -23,6 +23,7 @@ from footprint.python.patches import patched
 from longhaul.planner.simulate import on_target
 from longhaul.sparse.decode import BlockCache
 from longhaul.sparse.nsa import engine
+from longhaul.sparse.nsa.decode import NSAState
 from longhaul.sparse.selectors import Exact
 from model import NSAConfig
 from tests import oracle
@@ -133,6 +134,20 @@ def test_a_decoded_token_chooses_the_blocks_of_the_rule_ties_included(init, loca
         chosen_Xn = token.choose(scores_XN, free.stop, sizes)
         want_Xn = cache._chosen(scores_XN, free)
         assert torch.equal(chosen_Xn.sort().values, want_Xn.sort().values.int()), cache.length
+
+
+def test_a_decoded_token_chooses_by_logits_in_fp32():
+    """Large logits that are close to each other: bf16 would not tell them apart."""
+    state = NSAState(TINY, 2, 90, 2, 16, DEVICE, torch.float32, "torch")
+    normal = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    for kept in (*state.whole_kv, state.cmp_2BNGK):
+        kept.copy_(normal(kept.shape) / 400 + 1)
+    state.length = 90
+    q_BGMK = normal(2, 2, 2, 16).to(DEVICE) + 8
+    gates_B1H3 = torch.ones(2, 1, 4, 3, device=DEVICE)
+    kv = state.whole_kv, state.cmp_2BNGK, state.win_2BwGK
+    o = decode.attend_nsa(q_BGMK, gates_B1H3, state.position_tensor(), kv, state.sizes)
+    torch.testing.assert_close(o, state._attend(q_BGMK, gates_B1H3), rtol=1e-5, atol=1e-5)
 
 
 def test_nan_inputs_reach_the_output_and_read_nothing_out_of_bounds():

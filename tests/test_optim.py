@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from footprint import measure
 from longhaul import optim
 from longhaul.config import TrainConfig
 from model import Decoder, ModelConfig
@@ -58,3 +59,16 @@ def test_clipping_scales_to_the_largest_norm_and_reports_the_one_before(largest)
     assert float(optim.clip_gradients(model, largest)) == pytest.approx(before, rel=1e-6)
     after = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
     assert after == pytest.approx(largest if largest == 0.5 else before, rel=1e-5)
+
+
+def test_the_norm_of_gradients_copies_no_matrix():
+    def build() -> Decoder:
+        model = Decoder(ModelConfig.preset("tiny", vocab_size=32, num_layers=1))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        return model
+
+    weights = [parameter.nbytes for parameter in build().parameters()]
+    held = 2 * sum(weights)
+    peak = measure(build, lambda model: optim.clip_gradients(model, 1.0))
+    assert held < peak < held + max(weights) / 4

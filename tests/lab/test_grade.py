@@ -485,6 +485,9 @@ def test_numbers_that_went_wrong_end_the_run_with_step_temperature_and_logit(met
 def test_the_temperature_falls_from_the_first_step_to_the_last():
     options = settings(tau_start=2.0, tau_end=0.5, max_steps=3)
     assert [options.tau(number) for number in (0, 1, 2, 9)] == pytest.approx([2, 1, 0.5, 0.5])
+    third = settings(tau_start=1 / 3, tau_end=1 / 3)  # which bf16 has not
+    (batch,) = grade.micro_batches(prompts(4), range(4), 0, 0, 4, third, CPU)
+    assert batch["tau"].item() == pytest.approx(1 / 3, rel=1e-7)
 
 
 # ---- bf16

@@ -95,6 +95,8 @@ OTHERS: dict[str, Operator] = {
     "scatter": lambda x: x.scatter(1, numbers(N, N), x),
     "scatter_add": lambda x: x.scatter_add(1, numbers(N, N), x),
     "scatter_reduce": lambda x: x.scatter_reduce(1, numbers(N, N), x, "sum"),
+    "scatter_reduce of the largest": lambda x: x.scatter_reduce(1, numbers(N, N), x, "amax"),
+    "index_reduce of the largest": lambda x: x.index_reduce(0, numbers(N), x, "amax"),
     "take": lambda x: x.take(numbers(N, N)),
     "take_along_dim": lambda x: x.take_along_dim(numbers(N, N), 1),
     "masked_fill": lambda x: x.masked_fill(x > 0.5, 0.0),

@@ -30,11 +30,6 @@ def pytest_collection_finish():
     gc.enable()
 
 
-def pytest_sessionfinish():
-    """What was left out ends in Python's own order."""
-    gc.unfreeze()
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call():
     """Skip, and do not fail, a test whose kernel these packages cannot interpret."""

@@ -7,10 +7,10 @@ more when the command ends. It looks once: `train.py --help` takes 2.3 s of CPU 
 import base.installed  # noqa: F401  (first: torch reads what it sets only once)
 
 import gc
+import importlib
 
 gc.disable()
-import torch  # noqa: E402, F401
-
+importlib.import_module("torch")
 gc.collect()  # what is frozen with garbage in it ends behind the modules that it needs
 gc.freeze()
 gc.enable()

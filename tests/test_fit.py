@@ -160,10 +160,12 @@ def test_on_a_cpu_no_other_model_and_no_other_context_is_tried(cfg, available, m
     }
 
 
-def test_what_no_lever_moves_off_a_cpu_is_refused_without_a_simulation(monkeypatch):
-    cfg = TrainConfig(model_size="4B", context_length=131072, device="cpu")
-    request = dataclasses.replace(plan.on_ranks(cfg), available_gib=16.0)
+@pytest.mark.parametrize("schedule", ["", "4096:2,8192:2"])
+def test_what_no_lever_moves_off_a_cpu_is_refused_without_a_simulation(schedule, monkeypatch):
+    lengths = dict(length_schedule=schedule) if schedule else dict(context_length=131072)
+    cfg = TrainConfig(model_size="4B", device="cpu", **lengths)
     monkeypatch.setattr(plan, "needs", None)
+    request = plan.plan(cfg, cfg.model(), World(), torch.device("cpu"), 16.0)
     assert fit.fitted(request) is None
     assert fit.closest(request) is None
 

@@ -53,7 +53,7 @@ def pytest_runtest_setup(item: pytest.Item):
 
 IMPORTED = pytest.StashKey[int]()  # how many modules there were the last time
 BEGUN = pytest.StashKey[int]()  # how many tests have begun
-EVERY = 50
+EVERY = 50  # tests, at least so often
 
 
 def leave_out_what_stays(session: pytest.Session):

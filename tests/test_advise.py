@@ -33,8 +33,15 @@ def without_host_memory(monkeypatch):
 
 @pytest.mark.slow
 def test_each_card_gets_its_precision(capsys):
-    """The figures of docs/LAB.md, far above what patching of 16 short prompts takes."""
+    """The figures of docs/LAB.md, far above what patching of 16 short prompts takes; one test,
+    because what was simulated is remembered.
+    """
     rows = ["--batch_size", "20", "--skip_patching", "--model_overrides", "num_layers=18"]
+    for card in (["--gpu", "RTX 3090"], ["--gpu", "V100 16GB"]):
+        code, printed = advised([*rows, *card], capsys)
+        assert code == 0 and "instead of fp32" not in printed
+        assert re.search(r"as asked +8\.85 ", printed)
+
     cards = {"bf16": ["--gpu", "RTX 3080"], "fp16": ["--vram", "8", "--cc", "70"]}
     for precision, card in cards.items():
         code, printed = advised([*rows, *card], capsys)

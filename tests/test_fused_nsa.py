@@ -136,13 +136,14 @@ def test_a_decoded_token_chooses_the_blocks_of_the_rule_ties_included(init, loca
         assert torch.equal(chosen_Xn.sort().values, want_Xn.sort().values.int()), cache.length
 
 
-def test_a_decoded_token_chooses_by_logits_in_fp32():
-    """Large logits that are close to each other: bf16 would not tell them apart."""
+@pytest.mark.parametrize("length", [2, 90])
+def test_a_decoded_token_attends_as_the_operators_of_torch(length):
+    """To nothing compressed at first; then large logits choose that bf16 would not tell apart."""
     state = NSAState(TINY, 2, 90, 2, 16, DEVICE, torch.float32, "torch")
     normal = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     for kept in (*state.whole_kv, state.cmp_2BNGK):
         kept.copy_(normal(kept.shape) / 400 + 1)
-    state.length = 90
+    state.length = length
     q_BGMK = normal(2, 2, 2, 16).to(DEVICE) + 8
     gates_B1H3 = torch.ones(2, 1, 4, 3, device=DEVICE)
     kv = state.whole_kv, state.cmp_2BNGK, state.win_2BwGK

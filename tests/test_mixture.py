@@ -14,6 +14,7 @@ from data.mixture import (
     Split,
     Turns,
     left_out,
+    open_corpora,
     order,
     parse,
     parts,
@@ -214,6 +215,18 @@ def test_shares_are_exact_decimals(tmp_path):
     table.write_text('[corpora]\n"data/web" = 0.1\n"data/books" = 0.9\n')
     shares = {"data/web": Fraction(1, 10), "data/books": Fraction(9, 10)}
     assert parse(str(table)) == shares
+
+
+def test_one_corpus_with_the_whole_share_is_that_dataset(tmp_path):
+    """And a path that is not there is one of a dataset, not of a mixture."""
+    folder = tmp_path / "web"
+    make(folder, [20, 30])
+    (corpus,) = open_corpora(f"{folder}:1.0")
+    assert (corpus.name, corpus.share) == ("web", 1)
+    assert corpus.dataset.path == folder
+    with pytest.raises(ValueError, match="missing") as refused:
+        open_corpora(str(tmp_path / "missing"))
+    assert "share" not in str(refused.value)
 
 
 # ---- a run

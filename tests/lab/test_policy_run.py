@@ -239,6 +239,13 @@ def test_a_reference_stays_the_one_that_the_run_began_with(folder, tmp_path, cap
     assert old in line
 
 
+def test_frozen_embeddings_stay_those_of_the_first_model(folder, tmp_path):
+    run("grade", folder, tmp_path, f"{SHORT} --freeze_embeddings --max_steps 2")
+    first, last = kit.weights(folder / "base"), kit.weights(tmp_path)
+    kept = {name for name, weight in last.items() if torch.equal(weight, first[name])}
+    assert kept == {"model.embed.weight", "model.lm_head.weight"}
+
+
 def test_a_run_that_is_extended_says_how_tau_jumps():
     cfg = GradeConfig(max_steps=4)
     recorded = json.loads(json.dumps(dataclasses.asdict(cfg)))

@@ -408,6 +408,14 @@ def test_the_context_of_scaled_positions_is_the_folders(tmp_path):
     assert Source.open(str(folder)).reach == cfg.model().rope_reach == 131_072
 
 
+def test_a_run_beyond_the_context_of_its_folder_reaches_as_far_as_its_rows(data, tmp_path):
+    folder, run = folder_of(tmp_path / "hf", "llama3, old"), tmp_path / "run"
+    words = [*COMMON.replace("64", "1024").split(), "--data", str(data)]
+    train.main([*words, "--init_from", str(folder), "--output_dir", str(run)])
+    assert start.read(str(folder)).config.rope_reach == 1000
+    assert start.read(str(run)).config.rope_reach == 1024
+
+
 # ---- where a text ends
 
 

@@ -21,6 +21,11 @@ def products(x):
     return F.linear(x, torch.ones(N, N))
 
 
+def scattered(x, columns):
+    """x in place of all elements, by a mask of so many columns."""
+    return torch.zeros(N, N).masked_scatter(torch.ones(N, columns).bool(), x)
+
+
 CASES = {
     "softmax, turned": lambda x: turned(x.t().softmax(-1)),
     "softmax, expanded": lambda x: x.softmax(-1),
@@ -32,6 +37,9 @@ CASES = {
     "a product's gradient": products,
     "a product's gradient as the second operand": lambda x: torch.ones(N, N) @ x,
     "batch_norm": lambda x: F.batch_norm(x, None, None, training=True) * 1.0,
+    "masked_scatter": lambda x: scattered(x, N) * torch.ones(N, N),
+    "masked_scatter, expanded gradient": lambda x: scattered(x, N),
+    "masked_scatter, expanded mask": lambda x: scattered(x, 1) * torch.ones(N, N),
     "sum of integers": lambda x: x * torch.ones(N, N, dtype=torch.int32).sum(-1, keepdim=True),
 }
 

@@ -284,10 +284,11 @@ def safe_softmax(threads: int, x: Tensor, dim: int, *_) -> int:
 
 
 def masked_scatter_backward_cpu(threads: int, grad: Tensor, mask: Tensor, sizes) -> int:
-    """As if every element of the source were taken: the mask as integers, to count them, and in
-    parallel their sums, too; then the gradient with what it is filled up by.
+    """As if every element of the source were taken: the mask as integers, to count them, and unless
+    one thread reads both in order their sums, too; then the gradient with what it is filled up by.
     """
-    if threads > 1 or not mask.is_contiguous():
+    in_order = grad.is_contiguous() and mask.expand_as(grad).is_contiguous()
+    if threads > 1 or not in_order:
         return 16 * grad.numel()
     result = grad.element_size() * math.prod(sizes)
     return max(8 * grad.numel() - result, result)

@@ -3,6 +3,7 @@ on a GPU. test_nsa.py compares them with float64, and says where they run.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -136,13 +137,19 @@ def test_a_decoded_token_chooses_the_blocks_of_the_rule_ties_included(init, loca
         assert torch.equal(chosen_Xn.sort().values, want_Xn.sort().values.int()), cache.length
 
 
-@pytest.mark.parametrize("length", [2, 90])
-def test_a_decoded_token_attends_as_the_operators_of_torch(length):
-    """To nothing compressed at first; then large logits choose that bf16 would not tell apart."""
-    state = NSAState(TINY, 2, 90, 2, 16, DEVICE, torch.float32, "torch")
+@pytest.mark.parametrize("length, local", [(2, 2), (90, 2), (90, 1)])
+def test_a_decoded_token_attends_as_the_operators_of_torch(length, local):
+    """To nothing compressed at first; then large logits choose that bf16 would not tell apart, also
+    with a compressed block that ends at the token.
+    """
+    state = NSAState(
+        dataclasses.replace(TINY, sel_local=local), 2, 90, 2, 16, DEVICE, torch.float32, "torch"
+    )
     normal = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     for kept in (*state.whole_kv, state.cmp_2BNGK):
         kept.copy_(normal(kept.shape) / 400 + 1)
+    last = (length - TINY.cmp_block) // TINY.cmp_stride
+    state.cmp_2BNGK[0][:, last] += 0.01
     state.length = length
     q_BGMK = normal(2, 2, 2, 16).to(DEVICE) + 8
     gates_B1H3 = torch.ones(2, 1, 4, 3, device=DEVICE)

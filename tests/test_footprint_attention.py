@@ -115,6 +115,14 @@ def of_the_model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return sdpa(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
 
 
+@pytest.mark.skipif(not IS_2_14, reason="no kernel takes groups in fp32 before torch 2.14")
+@pytest.mark.parametrize("groups, inside", [(4, []), (2, [2 * 2 * 4 * 256 * 64 * 4])])
+def test_gradients_of_keys_and_values_are_held_for_each_query_head_of_a_group(groups, inside):
+    found = predict(heads(FP32, G=groups), attended(enable_gqa=True), target=AMPERE)
+    workspaces = found.trace.workspaces
+    assert [size for _, size, op in workspaces if "efficient_attention_backward" in op] == inside
+
+
 def test_the_model_repeats_keys_of_groups_in_fp32_alone_and_holds_no_logits():
     """Up to torch 2.13 no kernel takes groups in fp32."""
     grouped = attended(is_causal=True, enable_gqa=True)

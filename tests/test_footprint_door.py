@@ -14,6 +14,9 @@ import pytest
 
 import profile_memory
 from footprint import __main__ as footprint_command
+from footprint import measure, predict
+from footprint.steps import hugging_face
+from footprint.steps.door import StepConfig
 from footprint.steps.search import Bounds
 
 ROOT = Path(__file__).parent.parent
@@ -393,6 +396,10 @@ GPT2 = dict(
 )
 T5 = dict(model_type="t5", architectures=["T5ForConditionalGeneration"], num_layers=1, d_model=64)
 VIT = dict(model_type="vit", architectures=["ViTForImageClassification"]) | SIZES
+VIT |= dict(image_size=32, patch_size=8)
+RESNET = dict(model_type="resnet", architectures=["ResNetForImageClassification"])
+RESNET |= dict(embedding_size=8, hidden_sizes=[8, 8, 8, 16], depths=[1, 1, 1, 1])
+TOKENS = BERT | SIZES | dict(architectures=["BertForTokenClassification"], num_labels=7)
 
 
 @pytest.mark.parametrize(
@@ -417,6 +424,7 @@ VIT = dict(model_type="vit", architectures=["ViTForImageClassification"]) | SIZE
         ),
         (GPT2, 'give config.json a "pad_token_id", or --batch 1'),
         (T5, 'give config.json a "decoder_start_token_id", such as 0'),
+        (RESNET, 'give config.json an "image_size", such as 224'),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_one_line(
@@ -434,6 +442,16 @@ def test_a_model_without_tokens_has_no_longest_row(transformers, tmp_path, capsy
     for flags in (["--seq", "64"], ["--solve", "context"]):
         assert profile_memory.main(["--hf", str(tmp_path), *flags]) == 2
         assert "reads no rows of tokens: drop it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config", [VIT, RESNET | dict(image_size=32), TOKENS], ids=str)
+def test_the_classes_of_images_and_of_tokens_take_what_the_allocator_records(
+    config, transformers, tmp_path
+):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    training = StepConfig(hf=str(tmp_path), batch=2, seq=16)
+    build, step = hugging_face.functions(str(tmp_path), training)
+    assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), rel=1e-3)
 
 
 def test_the_labels_of_several_classes_are_numbers(transformers, tmp_path, answer):

@@ -35,6 +35,7 @@ REMEDIES = {
     "FlashAttention2": 'set "attn_implementation" to "sdpa", which takes FlashAttention, too',
     "padding token": 'give config.json a "pad_token_id", or --batch 1',
     "decoder_start_token_id": 'give config.json a "decoder_start_token_id", such as 0',
+    "'image_size'": 'give config.json an "image_size", such as 224',
 }
 
 

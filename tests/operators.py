@@ -1,4 +1,4 @@
-"""A table of 430 operators of PyTorch, generated from lists of names: each takes a matrix of N x N.
+"""A table of 435 operators of PyTorch, generated from lists of names: each takes a matrix of N x N.
 Operators of two matrices also have rows with a second one of another dtype.
 """
 
@@ -92,6 +92,9 @@ OTHERS: dict[str, Operator] = {
     "index_copy": lambda x: x.index_copy(0, torch.arange(N), x),
     "index_fill": lambda x: x.index_fill(0, numbers(N), 1.0),
     "index_put": lambda x: x.index_put((numbers(N),), x),
+    "index_reduce of the mean": lambda x: x.index_reduce(0, numbers(N), x, "mean"),
+    "put": lambda x: x.put(numbers(N), x[0]),
+    "put that adds": lambda x: x.put(numbers(N), x[0], accumulate=True),
     "scatter": lambda x: x.scatter(1, numbers(N, N), x),
     "scatter_add": lambda x: x.scatter_add(1, numbers(N, N), x),
     "scatter_reduce": lambda x: x.scatter_reduce(1, numbers(N, N), x, "sum"),

@@ -27,6 +27,8 @@ MEASURED = {
     "aten::binary_cross_entropy_with_logits",
     "aten::scatter_reduce",
     "aten::scatter_reduce_",
+    "aten::index_reduce",
+    "aten::index_reduce_",
     "aten::median",
     "aten::nanmedian",
     "aten::kthvalue",

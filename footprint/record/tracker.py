@@ -43,6 +43,7 @@ if torch.__version__ >= (2, 14):
 # `sub` and `mul` only in this formula, which goes on with what these operators made in it.
 BCE = "BinaryCrossEntropyWithLogitsBackward0"
 BCE_OWN = ("aten.sigmoid.default", "aten.add.Scalar")
+ASSIGNING = (aten.index_put.default, aten.put.default)  # unless they accumulate
 # They count how many elements share a gradient, by a sum that is not in place.
 REDUCTIONS = ("ScatterReduceBackward0", "IndexReduceBackward0")
 SUMS = (aten.scatter_add.default, aten.index_add.default)
@@ -208,8 +209,8 @@ class Tracker(TorchDispatchMode):
         return node_name() in MEANS and self.made_by(args[1]) == "aten.div.Scalar"
 
     def is_a_formula(self, func, args) -> bool:
-        """Whether a backward adds into its zeros, where an index that is assigned to is one of the
-        gradient, or goes on with what it has made.
+        """Whether a backward adds into its zeros, where what is assigned to is the gradient, or
+        goes on with what it has made.
         """
         if func in (aten.sub.Tensor, aten.mul.Tensor):
             own = node_name() == BCE and self.made_by(args[0]) in BCE_OWN
@@ -219,7 +220,7 @@ class Tracker(TorchDispatchMode):
             return own and not torch.is_grad_enabled()
         if func in SUMS and node_name() in REDUCTIONS:
             return False
-        return func is not aten.index_put.default or args[3:] == (True,)
+        return func not in ASSIGNING or args[3:] == (True,)
 
     def made_by(self, tensor: torch.Tensor) -> str:
         """The operator that made the tensor's storage."""

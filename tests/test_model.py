@@ -728,6 +728,13 @@ def test_num_valid_divides_the_sum_so_that_shares_of_a_batch_add_to_its_mean(los
         assert error(parameter.grad, whole[2][name]) < 1e-12, name
 
 
+def test_the_mean_is_over_every_label_that_is_not_ignored():
+    """More of them than half precision counts."""
+    decoder, tokens, labels = build(), some_tokens(1, 600), some_tokens(1, 600)
+    labels[0, ::7] = IGNORE
+    assert torch.equal(decoder(tokens, labels), decoder(tokens, labels, num_valid=514))
+
+
 # ----------------------------------------------------------- the loss in chunks, without a decoder
 
 
@@ -823,6 +830,11 @@ def test_a_wrong_configuration_is_one_line_that_names_the_field(changes):
     with pytest.raises(ValueError, match=next(iter(changes))) as caught:
         ModelConfig(**SMALL | changes)
     assert "\n" not in str(caught.value)
+
+
+def test_groups_that_do_not_divide_the_heads_are_told_which_do():
+    with pytest.raises(ValueError, match=r"choose num_kv_heads from \[1, 2, 3, 6\]"):
+        ModelConfig(**SMALL | dict(num_heads=6, num_kv_heads=4))
 
 
 def test_an_unknown_preset_or_field_names_the_known_ones():

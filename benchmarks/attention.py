@@ -390,6 +390,7 @@ def main(args: list[str] | None = None):
         measure_memory(args.measure[0], int(args.measure[1]), args.measure[2])
         return
     for dtype in args.dtypes:
+        print(f"comparing {dtype} with the dense float64 reference", flush=True)
         refuse_if_wrong(dtype, device)
     print("| what | dtype | tokens | SDPA | NSA | indexed | SDPA / NSA | SDPA / indexed |")
     print("|---|---|---|---|---|---|---|---|")

@@ -28,14 +28,7 @@ TINY = dict(
 SETTINGS = [
     {},
     dict(loss="standard", gradient_checkpointing="full"),
-    dict(
-        context_length=700,
-        batch_size=2,
-        gradient_accumulation_steps=2,
-        gradient_checkpointing="full",
-    ),
     dict(context_length=700, batch_size=2, gradient_accumulation_steps=3, loss="chunked"),
-    dict(attention_type="nsa"),
     dict(attention_type="nsa", gradient_checkpointing="full", context_length=750),
     dict(attention_type="nsa", blocks=("kv=separate", "cmp_kind=mean"), loss="standard"),
     dict(
@@ -64,7 +57,7 @@ def test_the_predicted_peak_is_what_the_allocator_records(changes, dtype):
 SMALLER = TINY | dict(vocab_size=4000)  # of several ranks
 SHARDED = [
     dict(dtype="bf16", gradient_checkpointing="full"),
-    dict(dtype="fp32", attention_type="nsa", batch_size=2, context_length=700),
+    dict(dtype="fp32", attention_type="nsa", context_length=700),
     dict(dtype="fp32", attention_type="indexed", blocks=("count=4", "head_dim=32")),
 ]
 

@@ -257,7 +257,6 @@ REQUEST = ["--context_length", "8192", "--device", "cpu"]
 @pytest.mark.parametrize(
     "flags, kept",
     [
-        slow("--gradient_checkpointing --attention_head_groups 8", "--attention_head_groups 8"),
         ("--data somewhere --vocab_size 50000", "--vocab_size 50000"),
         slow("--attention_type nsa --compile --fit auto", "--attention_type nsa"),
         slow("--length_schedule 4096:2,8192:2", "--batch_size 2 --max_steps 4 --output_dir"),
@@ -299,7 +298,6 @@ def test_the_search_for_a_gpu_of_a_policy_names_its_task(task, config):
         ("--plan", 0, "on cpu"),
         slow("--plan --device cpu --batch_size 400000", 2, "on cpu"),
         ("--plan --device cpu --model_size 4B", 3, "on cpu"),
-        slow("--plan --model_size 4B", 0, "on H100"),
         slow("--plan --model_size 4B --context_length 131072", 0, "on H100"),
         ("--plan H100 --model_size 4B --context_length 131072", 3, "on H100"),
         slow("--plan H100 --model_size 4B --context_length 131072 --fit auto", 0, "on H100"),

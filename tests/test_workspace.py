@@ -90,7 +90,7 @@ def test_few_rounds_inside_an_operator_take_what_all_take(kind, monkeypatch):
     cfg = TrainConfig(
         model_size="tiny",
         model_overrides=("num_layers=1",),
-        context_length=4_700,
+        context_length=2_900,
         attention_type=kind,
         dtype="fp32",
         device="cpu",

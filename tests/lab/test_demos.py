@@ -30,7 +30,9 @@ def test_a_policy_that_learns_from_its_certainty_is_right_more_often(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_policy_that_learns_through_the_reward_also_pleases_the_lexicon(tmp_path):
+def test_a_policy_that_learns_through_the_reward_also_pleases_the_lexicon(monkeypatch, tmp_path):
+    monkeypatch.setattr(grade_demo, "BASE_STEPS", 150)  # half of a user's
+    monkeypatch.setattr(grade_demo, "REWARD_STEPS", 300)
     grade.main(["--demo", "--output_dir", str(tmp_path / "demo")])
     score = json.loads((tmp_path / "demo" / "test.json").read_text())
     assert score["reward"] > 0.8 and score["gold"] > 0.85  # 0.51 and -0.08 before

@@ -43,18 +43,10 @@ def above_the_weights(**settings) -> int:
     return found.peak - found.static
 
 
-@pytest.fixture(scope="module")
-def published() -> int:
-    """What the published form takes."""
-    return above_the_weights(method="gumbel_legacy", gradient_checkpointing="none")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("changes, times", [({}, 2), (dict(freeze_embeddings=True), 10)], ids=str)
-def test_mixtures_over_a_cache_take_so_many_times_less_than_the_published_form(
-    changes, times, published
-):
-    assert published >= times * above_the_weights(**changes)
+def test_mixtures_over_a_cache_take_a_tenth_of_the_published_form():
+    published = above_the_weights(method="gumbel_legacy", gradient_checkpointing="none")
+    assert published >= 10 * above_the_weights(freeze_embeddings=True)
 
 
 def test_ppo_needs_the_logits_and_their_gradient():

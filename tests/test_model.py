@@ -730,7 +730,8 @@ def test_num_valid_divides_the_sum_so_that_shares_of_a_batch_add_to_its_mean(los
 
 def test_the_mean_is_over_every_label_that_is_not_ignored():
     """More of them than half precision counts."""
-    decoder, tokens, labels = build(), some_tokens(1, 600), some_tokens(1, 600)
+    decoder = build()
+    tokens, labels = some_tokens(1, 600), some_tokens(1, 600)
     labels[0, ::7] = IGNORE
     assert torch.equal(decoder(tokens, labels), decoder(tokens, labels, num_valid=514))
 

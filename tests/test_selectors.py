@@ -68,6 +68,8 @@ CASES = {name: (sizes, kernels.decoder) for name, sizes in TAUGHT.items()} | {
     "plain nsa, separate, mean": (SEPARATE, Decoder),
 }
 every_kind = pytest.mark.parametrize("sizes, make", CASES.values(), ids=CASES)
+DECODED = TAUGHT | {"nsa": NSA, "nsa, separate, mean": SEPARATE}
+AT_ONCE = ("mean", "nsa", "nsa, separate, mean")  # the others are slow
 WITH_WEIGHTS = {name: case for name, case in CASES.items() if name not in SELECTORS}
 
 
@@ -274,12 +276,12 @@ def test_decoding_equals_the_forward_however_the_prompt_is_cut(sizes, make):
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of Triton's interpreter
-@pytest.mark.parametrize("name", ["mean", *map(slow, sorted(TAUGHT.keys() - {"mean"}))])
+@pytest.mark.parametrize("name", [*AT_ONCE, *map(slow, sorted(DECODED.keys() - set(AT_ONCE)))])
 @torch.no_grad()
 def test_the_triton_kernels_decode_as_the_operators_of_torch(name):
     pytest.importorskip("triton", reason="triton is not installed")
-    decoder = build(TAUGHT[name], num_layers=1)
-    fused = build(TAUGHT[name], num_layers=1, kernels="triton")
+    decoder = build(DECODED[name], num_layers=1)
+    fused = build(DECODED[name], num_layers=1, kernels="triton")
     plain_cache, fused_cache = decoder.new_cache(2, 200), fused.new_cache(2, 200)
     for part in tokens()[:, :173].split([171, 1, 1], dim=1):
         want = decoder(part, cache=plain_cache)

@@ -158,6 +158,14 @@ def test_a_decoded_token_attends_as_the_operators_of_torch(length, local):
     torch.testing.assert_close(o, state._attend(q_BGMK, gates_B1H3), rtol=1e-5, atol=1e-5)
 
 
+def test_a_token_is_put_into_its_place_of_two_rings_however_wide_they_are():
+    rings = torch.zeros(2, 2, 7, 3, 100, device=DEVICE)
+    pair = torch.randn(2, 2, 1, 3, 100, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    decode.put(rings.unbind(), pair.unbind(), torch.tensor([9], device=DEVICE))
+    assert torch.equal(rings[:, :, 2:3], pair)
+    assert rings.count_nonzero() == pair.count_nonzero()
+
+
 def test_nan_inputs_reach_the_output_and_read_nothing_out_of_bounds():
     tensors = make(40, G=1)
     with torch.no_grad():
